@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floor 0. The configuration: frozen dataclasses, one per part of the system.
+
+A module receives only the dataclass it needs, never the whole tree. Every field says
+what it means and in which unit; ``doc/configuration.md`` is generated from here. How
+the values are read from gin files and the command line stands in ``gin_config.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+Auto = Literal["auto"]
+
+
+class ConfigError(ValueError):
+    """A mistake of the user: fact, rule, remedy. The command line exits with 2."""
+
+
+def option(default: Any, doc: str, *, low: float | None = None) -> Any:
+    """A configuration field with its documentation and its smallest allowed value."""
+    return dataclasses.field(default=default, metadata={"doc": doc, "low": low})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """How the devices are laid out over the named axes `data`, `expert`, `pipe`."""
+
+    data: int | Auto = option("auto", "devices that hold different sequences", low=1)
+    expert: int | Auto = option(
+        "auto", "devices over which experts are split (and sequences too)", low=1
+    )
+    pipe: int | Auto = option("auto", "pipeline ranks over which layers are split", low=1)
+    platform: Literal["auto", "cpu", "gpu", "tpu"] = option(
+        "auto", "which accelerator must be there; 'auto' takes the best present"
+    )
+    virtual_devices: int = option(
+        8, "CPU devices to simulate when sizes are 'auto' and the platform is CPU", low=1
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """The M6 stack: one Transformer that is encoder and decoder at once."""
+
+    num_layers: int = option(4, "Transformer layers", low=1)
+    width: int = option(64, "model width", low=1)
+    num_heads: int = option(4, "attention heads", low=1)
+    head_dim: int | Auto = option("auto", "size of a head; 'auto': width / heads", low=1)
+    ffn_width: int = option(256, "hidden width of the dense feed-forward layers", low=1)
+    layer_pattern: str = option(
+        "moe",
+        "kinds of the layers' feed-forward part, repeated until num_layers are filled:"
+        " comma-separated 'dense' or 'moe', each optionally '*N', e.g. 'dense*3,moe*58'",
+    )
+    activation: Literal["gelu", "swiglu"] = option("gelu", "feed-forward activation")
+    norm: Literal["layer", "rms"] = option("layer", "LayerNorm or RMSNorm")
+    norm_position: Literal["pre", "post"] = option(
+        "pre", "norm before each sub-layer, or after the residual sum"
+    )
+    use_bias: bool = option(True, "biases in projections, feed-forward parts and norms")
+    vocab_size: int | Auto = option("auto", "tokens; 'auto': as the tokenizer has", low=1)
+    sequence_length: int = option(48, "positions of a sequence, image and text", low=2)
+    num_patches: int = option(16, "image patches at most per sequence", low=0)
+    patch_dim: int = option(4, "numbers per patch: pixels, or ready-made features", low=1)
+    tie_embeddings: bool = option(True, "the output projection is the token embedding")
+    share_layers: bool = option(
+        False, "all layers of a kind share one set of weights (Pseudo-to-Real)"
+    )
+    init_std: float = option(0.02, "standard deviation of the initial weights", low=0.0)
+    compute_dtype: Literal["float32", "bfloat16"] = option(
+        "float32", "type of activations and of the weights in products; masters: float32"
+    )
+    remat: Literal["none", "dots", "full"] = option(
+        "none",
+        "what the backward pass recomputes: nothing; all but matrix products; all."
+        " The expert exchange is never recomputed",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoE:
+    """The mixture-of-experts layers."""
+
+    num_experts: int = option(8, "logical experts of a layer", low=1)
+    top_k: int = option(
+        2, "experts per token; with router='prototype' the number of prototypes", low=1
+    )
+    router: Literal["top_k", "prototype", "grouped_sigmoid"] = option(
+        "top_k",
+        "softmax top-k; k top-1 prototypes (M6-T); group-limited sigmoid (DeepSeek-V3)",
+    )
+    expert_width: int | Auto = option(
+        "auto", "hidden width of an expert; 'auto': Model.ffn_width", low=1
+    )
+    num_shared_experts: int = option(0, "experts that every token visits", low=0)
+    capacity_factor: float | None = option(
+        None, "capacity of an expert as a multiple of its even share; None: dropless", low=0.0
+    )
+    capacity_mode: Literal["kx", "1x"] = option(
+        "kx", "the even share counts each token top_k times ('kx') or once ('1x'), M6-T"
+    )
+    group_tokens: int | Auto = option(
+        "auto",
+        "tokens of a routing group, inside which capacity and balance are counted;"
+        " 'auto': one sequence",
+        low=1,
+    )
+    buffer_factor: float | None = option(
+        None,
+        "rows a device can receive in the expert exchange as a multiple of the even"
+        " share; None: as many as could ever come. Overflow is counted as dropped",
+        low=0.0,
+    )
+    balance_loss: float = option(0.01, "coefficient of the Switch balance loss", low=0.0)
+    z_loss: float = option(0.0, "coefficient of the router z-loss", low=0.0)
+    num_groups: int = option(1, "expert groups of router='grouped_sigmoid'", low=1)
+    top_groups: int = option(1, "groups kept per token by 'grouped_sigmoid'", low=1)
+    route_scale: float = option(1.0, "factor on the weights of 'grouped_sigmoid'", low=0.0)
+    bias_update_rate: float = option(
+        0.0, "step of the selection bias of 'grouped_sigmoid' per update", low=0.0
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """The optimizer and its schedule."""
+
+    name: Literal["adamw", "adafactor", "sgd"] = option("adamw", "update rule (optax)")
+    learning_rate: float = option(3e-3, "peak learning rate", low=0.0)
+    schedule: Literal["cosine", "linear", "rsqrt", "constant"] = option(
+        "cosine", "shape of the decay after warm-up, over Train.steps"
+    )
+    warmup_steps: int = option(50, "steps of linear warm-up from 0", low=0)
+    end_fraction: float = option(
+        0.05, "final over peak learning rate of 'cosine' and 'linear'", low=0.0
+    )
+    beta1: float = option(0.9, "decay of the first moment (adamw)", low=0.0)
+    beta2: float = option(0.98, "decay of the second moment (adamw)", low=0.0)
+    epsilon: float = option(1e-8, "added to the root of the second moment", low=0.0)
+    weight_decay: float = option(
+        0.01, "decoupled decay; never on norms, biases and router weights", low=0.0
+    )
+    clip_norm: float | None = option(1.0, "global gradient norm at most; None: off", low=0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Data:
+    """What the model reads."""
+
+    source: Literal["digits", "text"] = option(
+        "digits",
+        "'digits': scikit-learn's handwritten digits with captions, and running text;"
+        " 'text': the running text alone",
+    )
+    batch_size: int = option(64, "sequences per step over all devices", low=1)
+    seed: int = option(0, "seed of order, task choice and augmentation", low=0)
+    tokenizer: str = option(
+        "bytes", "'bytes', 'sentencepiece:FILE' or 'tokenizers:FILE' (Hugging Face)"
+    )
+    patch_size: int = option(2, "pixels along the side of a patch", low=1)
+    shift_pixels: int = option(1, "images move by up to so many pixels in training", low=0)
+    held_out: int = option(297, "digits images kept from training", low=1)
+    caption_weight: float = option(0.75, "share of image captioning", low=0.0)
+    image_denoise_weight: float = option(0.05, "share of image-based denoising", low=0.0)
+    text_denoise_weight: float = option(0.1, "share of text denoising", low=0.0)
+    lm_weight: float = option(0.1, "share of language modelling", low=0.0)
+    mask_fraction: float = option(0.3, "share of the tokens masked for denoising", low=0.0)
+    num_threads: int = option(2, "threads that prepare batches", low=0)
+    prefetch_batches: int = option(4, "batches prepared ahead", low=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """When the training state is written."""
+
+    every_steps: int = option(500, "steps between checkpoints; 0: only the end", low=0)
+    keep: int = option(3, "newest checkpoints kept", low=1)
+    asynchronous: bool = option(True, "write while training goes on")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """The run."""
+
+    steps: int = option(1000, "optimizer updates in all", low=0)
+    seed: int = option(0, "seed of the initial weights", low=0)
+    accumulation: int = option(
+        1, "microbatches whose gradients are summed before one update", low=1
+    )
+    log_every: int = option(10, "steps between logged metrics", low=1)
+    eval_every: int = option(0, "steps between evaluations; 0: only at the end", low=0)
+    eval_batches: int = option(4, "held-out batches of an evaluation", low=0)
+    init_from: str = option("", "run folder whose weights start this run; '': none")
+    compilation_cache: str = option(
+        "", "folder of jax's persistent compilation cache; '': off"
+    )
+
+
+SECTIONS = (Mesh, Model, MoE, Optimizer, Data, Checkpoint, Train)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The whole configuration. Only the command line and the trainer see it."""
+
+    mesh: Mesh = Mesh()
+    model: Model = Model()
+    moe: MoE = MoE()
+    optimizer: Optimizer = Optimizer()
+    data: Data = Data()
+    checkpoint: Checkpoint = Checkpoint()
+    train: Train = Train()
