@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floor 5. Handwritten digits with a caption in English and in Chinese.
+
+The 1,797 images of 8 x 8 pixels come with scikit-learn, so nothing is downloaded; the
+caption is made from the label. Which images are held out depends on their number alone,
+never on a seed, so that figures of different runs can be compared.
+
+Legend: N images, H x W pixels, P patches.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxmoe.config import ConfigError
+from jaxmoe.data.tokenizer import Language
+
+NUM_IMAGES = 1797
+IMAGE_SIZE = 8
+
+_WORDS: dict[Language, tuple[str, ...]] = {
+    "en": tuple("zero one two three four five six seven eight nine".split()),
+    "zh": tuple("零一二三四五六七八九"),
+}
+# Short on purpose: with bytes a caption has at most 15 tokens, so that 16 patches, a
+# corrupted caption and the caption itself fit into 48 positions.
+_FRAMES: dict[Language, str] = {"en": "the digit {}", "zh": "数字{}"}
+
+
+class Digits(NamedTuple):
+    """Images, float32 in [0, 1], and what they show, int32 in 0..9."""
+
+    images: np.ndarray  # [N, 8, 8]
+    labels: np.ndarray  # [N]
+
+
+def caption(label: int, language: Language) -> str:
+    """The true caption of an image, e.g. 'the digit seven'."""
+    return _FRAMES[language].format(_WORDS[language][label])
+
+
+def load_digits(held_out: int, *, training: bool) -> Digits:
+    """Loads the images to train on, or those held out.
+
+    Args:
+      held_out: How many images are kept from training. More of them keep the same ones
+        and add others.
+      training: The images to train on, rather than the held-out ones.
+
+    Raises:
+      ConfigError: if none would be left for either use.
+    """
+    if not 1 <= held_out < NUM_IMAGES:
+        raise ConfigError(
+            f"Data.held_out={held_out} leaves no images on one side: there are"
+            f" {NUM_IMAGES}, so it must be from 1 to {NUM_IMAGES - 1}. Set Data.held_out"
+            " to 297, for example."
+        )
+    digits, order = _all_digits(), _split_order()
+    chosen = order[held_out:] if training else order[:held_out]
+    return Digits(digits.images[chosen], digits.labels[chosen])
+
+
+def content_hash() -> str:
+    """Identifies images, labels and captions."""
+    digits = _all_digits()
+    parts = (digits.images.tobytes(), digits.labels.tobytes(), repr((_WORDS, _FRAMES)))
+    content = b"".join(p if isinstance(p, bytes) else p.encode() for p in parts)
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def to_patches(images: np.ndarray, patch_size: int) -> np.ndarray:
+    """Cuts [N, H, W] images into [N, P, patch_size**2] patches, in raster order."""
+    n, height, width = images.shape
+    rows, columns = height // patch_size, width // patch_size
+    cut = images.reshape(n, rows, patch_size, columns, patch_size)
+    # [N, rows, p, columns, p] -> [N, rows * columns, p * p]
+    return cut.swapaxes(2, 3).reshape(n, rows * columns, patch_size**2)
+
+
+def shift(image: np.ndarray, dy: int, dx: int) -> np.ndarray:
+    """Moves an [H, W] image down by dy and right by dx pixels; 0 comes in."""
+    height, width = image.shape
+    moved = np.zeros_like(image)
+    moved[max(dy, 0) : height + min(dy, 0), max(dx, 0) : width + min(dx, 0)] = image[
+        max(-dy, 0) : height + min(-dy, 0), max(-dx, 0) : width + min(-dx, 0)
+    ]
+    return moved
+
+
+@functools.lru_cache(maxsize=1)
+def _all_digits() -> Digits:
+    from sklearn import datasets  # here, because importing it takes a second
+
+    bunch = datasets.load_digits()
+    images = (bunch.images / 16.0).astype(np.float32)
+    labels = bunch.target.astype(np.int32)
+    assert images.shape == (NUM_IMAGES, IMAGE_SIZE, IMAGE_SIZE), images.shape
+    images.flags.writeable = labels.flags.writeable = False
+    return Digits(images, labels)
+
+
+def _split_order() -> np.ndarray:
+    # RandomState, since its streams are promised never to change.
+    return np.random.RandomState(NUM_IMAGES).permutation(NUM_IMAGES)
