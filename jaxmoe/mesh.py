@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floor 1. From the configuration to a `jax.sharding.Mesh`.
+
+Axes, always these three, in this order:
+  data    devices that hold different sequences and the same experts
+  expert  devices that hold different sequences and different experts
+  pipe    devices that hold different layers
+The batch is split over (data, expert); expert weights over `expert`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+
+from jaxmoe import config as config_lib
+from jaxmoe.config import Config, ConfigError
+
+AXES = ("data", "expert", "pipe")
+BATCH_AXES = ("data", "expert")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Devices along each mesh axis, and why they were chosen."""
+
+    data: int
+    expert: int
+    pipe: int
+    reason: str
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.expert * self.pipe
+
+    def __str__(self) -> str:
+        return f"data {self.data} x expert {self.expert} x pipe {self.pipe}"
+
+
+def start_backend(mesh: config_lib.Mesh) -> str:
+    """Starts the JAX backend with the devices that `mesh` asks for.
+
+    On a machine without an accelerator, CPU devices are simulated: the product of the
+    given sizes, or `mesh.virtual_devices`.
+
+    Returns:
+      The platform: 'cpu', 'gpu' or 'tpu'.
+
+    Raises:
+      ConfigError: if the platform asked for is absent, or the backend was started
+        before with too few CPU devices.
+    """
+    given = [n for n in (mesh.data, mesh.expert, mesh.pipe) if n != "auto"]
+    wanted = math.prod(given) if len(given) == len(AXES) else mesh.virtual_devices
+    if mesh.platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    late = False
+    try:
+        jax.config.update("jax_num_cpu_devices", wanted)
+    except RuntimeError:  # a backend is running; too late to simulate devices
+        late = True
+    try:
+        platform = jax.default_backend()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"JAX could not start a backend: {error}. Mesh.platform={mesh.platform!r}"
+            " needs a working one. Set --gin.Mesh.platform='cpu' to simulate devices."
+        ) from error
+    if mesh.platform not in ("auto", platform):
+        raise ConfigError(
+            f"Mesh.platform={mesh.platform!r}, but JAX found only {platform!r}"
+            f" ({_versions()}). The accelerator's plugin must be installed and its"
+            " runtime running. Install 'jax[tpu]' or 'jax[cuda13]', restart the runtime"
+            " after pip, or set Mesh.platform='auto'."
+        )
+    if platform == "cpu" and late and jax.device_count() < wanted:
+        raise ConfigError(
+            f"JAX was started before with {jax.device_count()} CPU device(s), and"
+            f" {wanted} are needed. Devices are simulated only before the first use of"
+            " JAX. Restart the runtime and import jaxmoe first, or set"
+            f" Mesh.virtual_devices={jax.device_count()}."
+        )
+    return platform
+
+
+def resolve_sizes(config: Config, num_devices: int) -> Sizes:
+    """Chooses the sizes left 'auto' and checks the given ones.
+
+    'auto' for `expert` takes the largest divisor of the free devices that divides the
+    experts, at most half of them where that is possible (data 2 x expert 4 on 8);
+    `data` takes the rest.
+
+    Raises:
+      ConfigError: naming the devices found and the sizes that would fit.
+    """
+    mesh = config.mesh
+    pipe = 1 if mesh.pipe == "auto" else mesh.pipe
+    fixed = {"data": mesh.data, "expert": mesh.expert, "pipe": pipe}
+    product = math.prod(n for n in fixed.values() if n != "auto")
+    if num_devices % product or ("auto" not in fixed.values() and product != num_devices):
+        raise ConfigError(_size_error(fixed, num_devices))
+    free = num_devices // product
+    data, expert = mesh.data, mesh.expert
+    if expert == "auto":
+        limit = free if data != "auto" else max(1, free // 2)
+        expert = max(
+            n
+            for n in range(1, limit + 1)
+            if free % n == 0 and config.moe.num_experts % n == 0
+        )
+        if data != "auto" and expert != free:
+            raise ConfigError(_size_error({**fixed, "expert": free}, num_devices))
+        free //= expert
+    if data == "auto":
+        data = free
+    given = [axis for axis in AXES if getattr(mesh, axis) != "auto"]
+    reason = f"{num_devices} devices"
+    reason += f", {', '.join(given)} given" if given else ""
+    reason += f", {config.moe.num_experts} experts to split"
+    sizes = Sizes(data, expert, pipe, reason)
+    config_lib.check_mesh(config, data, expert, pipe)
+    return sizes
+
+
+def make_mesh(sizes: Sizes) -> jax.sharding.Mesh:
+    """The mesh over all devices, with axes that the compiler may partition."""
+    if sizes.devices != jax.device_count():
+        # jax.make_mesh would silently leave devices out.
+        raise ConfigError(_size_error(sizes.__dict__, jax.device_count()))
+    shape = (sizes.data, sizes.expert, sizes.pipe)
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def single_device_mesh() -> jax.sharding.Mesh:
+    """A 1 x 1 x 1 mesh over the first device."""
+    devices = np.asarray(jax.devices()[:1]).reshape(1, 1, 1)
+    return jax.sharding.Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _size_error(sizes: dict, num_devices: int) -> str:
+    asked = " x ".join(f"Mesh.{axis}={sizes[axis]}" for axis in AXES)
+    product = math.prod(n for axis in AXES if (n := sizes[axis]) != "auto")
+    divisors = [str(n) for n in range(1, num_devices + 1) if num_devices % n == 0]
+    devices = f"{num_devices} {jax.default_backend()} device(s)"
+    if jax.process_count() > 1:
+        devices += f" in {jax.process_count()} processes"
+    return (
+        f"{asked} needs {product} devices or a multiple, and {devices} are there. The"
+        " sizes must multiply to the number of devices. Use sizes out of"
+        f" {', '.join(divisors)} with product {num_devices}, or 'auto'"
+        + (
+            f", or on CPU set all three sizes, or Mesh.virtual_devices={product}."
+            if jax.default_backend() == "cpu"
+            else "."
+        )
+    )
+
+
+def _versions() -> str:
+    import importlib.metadata
+
+    found = []
+    for name in ("jax", "jaxlib", "libtpu"):
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"{name} not installed")
+    return ", ".join(found)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floor 2. Routers: which experts a token visits, and with what weight.
+
+Everything from the tokens before the matrix product to the weights is float32: a
+bfloat16 router picks other experts for about one token in a hundred.
+
+Legend: T tokens of this device, D width, E logical experts, K experts per token,
+G routing groups, N tokens of a group (T = G * N).
+"""
+
+from __future__ import annotations
+
+import math
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxmoe.config import Model, MoE
+from jaxmoe.layers.linear import normal_param
+from jaxmoe.moe import balance
+
+
+class Buffer(nnx.Variable):
+    """State of the model that no gradient reaches, e.g. the router's bias."""
+
+
+@flax.struct.dataclass
+class Routing:
+    """Where the tokens of this device go.
+
+    Attributes:
+      expert_ids_TK: logical expert in [0, E), by falling score, ties to the lower id;
+        E where the assignment is void: a padding token, or one over capacity.
+      weights_TK: factors of the experts' outputs.
+      load_E: tokens per expert on this device, before any drop, padding excluded.
+      dropped: assignments over capacity on this device.
+      balance_loss: Switch balance loss, sum over this device's routing groups.
+      z_loss: mean squared log-sum-exp of a group's logits, sum over groups.
+    """
+
+    expert_ids_TK: jax.Array
+    weights_TK: jax.Array
+    load_E: jax.Array
+    dropped: jax.Array
+    balance_loss: jax.Array
+    z_loss: jax.Array
+
+
+def top_k(logits_TE: Float[Array, "T E"], moe: MoE):
+    """Softmax over all experts, the K largest.
+
+    Reference: Shazeer et al., arXiv 1701.06538; Switch, arXiv 2101.03961 (K = 1).
+    """
+    probs_TE = jax.nn.softmax(logits_TE, axis=-1)
+    weights_TK, ids_TK = jax.lax.top_k(probs_TE, moe.top_k)
+    if moe.normalize_weights:
+        weights_TK /= jnp.sum(weights_TK, axis=-1, keepdims=True)
+    return ids_TK, weights_TK, probs_TE
+
+
+def prototype(logits_TE: Float[Array, "T E"], moe: MoE):
+    """K prototypes of E / K experts; every token takes the best of each ("k top-1").
+
+    Reference: M6-T, arXiv 2105.15082, section 3.3.
+    """
+    T, E = logits_TE.shape
+    logits = logits_TE.reshape(T, moe.top_k, E // moe.top_k)
+    probs = jax.nn.softmax(logits, axis=-1)  # inside each prototype
+    best_TK = jnp.argmax(probs, axis=-1)
+    weights_TK = jnp.max(probs, axis=-1)
+    ids_TK = best_TK + (E // moe.top_k) * jnp.arange(moe.top_k)[None]
+    return ids_TK, weights_TK, probs.reshape(T, E) / moe.top_k
+
+
+def grouped_sigmoid(
+    logits_TE: Float[Array, "T E"], bias_E: Float[Array, " E"], moe: MoE
+):
+    """DeepSeek-V3: the best expert groups first, then the top K inside them.
+
+    The bias takes part in the choice only: weights are made of the unbiased scores.
+
+    Reference: arXiv 2412.19437, section 2.1.2 (equations 12 to 16) and node-limited
+    routing; bias as in arXiv 2408.15664.
+    """
+    T, E = logits_TE.shape
+    scores_TE = jax.nn.sigmoid(logits_TE)
+    choice_TE = scores_TE + jax.lax.stop_gradient(bias_E)[None]
+    if moe.num_groups > 1:
+        grouped = choice_TE.reshape(T, moe.num_groups, -1)
+        group_score = jnp.sum(jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0], -1)
+        kept = jax.lax.top_k(group_score, moe.top_groups)[1]
+        allowed = jnp.any(
+            kept[:, :, None] == jnp.arange(moe.num_groups)[None, None], axis=1
+        )
+        grouped = jnp.where(allowed[:, :, None], grouped, -jnp.inf)
+        choice_TE = grouped.reshape(T, E)
+    ids_TK = jax.lax.top_k(choice_TE, moe.top_k)[1]
+    weights_TK = jnp.take_along_axis(scores_TE, ids_TK, axis=-1)
+    weights_TK /= jnp.sum(weights_TK, axis=-1, keepdims=True) + 1e-20
+    probs_TE = scores_TE / jnp.sum(scores_TE, axis=-1, keepdims=True)
+    return ids_TK, weights_TK * moe.route_scale, probs_TE
+
+
+def capacity(moe: MoE, group_tokens: int) -> int:
+    """Tokens of one routing group that an expert takes: ceil(share * factor), >= 1.
+
+    The even share counts every token K times ("kx") or once ("1x"); M6-T, section 3.3.
+    """
+    assert moe.capacity_factor is not None
+    times = moe.top_k if moe.capacity_mode == "kx" else 1
+    # Rounded first: 64 * 1.1 / 8 must not become 9 for a last bit of the product.
+    share = round(times * group_tokens * moe.capacity_factor / moe.num_experts, 9)
+    return max(1, math.ceil(share))
+
+
+def within_capacity(
+    ids_GNK: Int[Array, "G N K"], num_experts: int, limit: int
+) -> Bool[Array, "G N K"]:
+    """Which assignments an expert still takes, counted inside each routing group.
+
+    Priority: all first choices before all second choices, and so on; among equal
+    choices the earlier token. Void assignments (id `num_experts`) are never kept.
+    """
+    G, N, K = ids_GNK.shape
+    # (G, N, K) -> (G, K*N): first choices first
+    ids = ids_GNK.transpose(0, 2, 1).reshape(G, K * N)
+    order = jnp.argsort(ids, axis=1, stable=True)
+    ordered = jnp.take_along_axis(ids, order, axis=1)
+    first = jax.vmap(lambda row: jnp.searchsorted(row, row, side="left"))(ordered)
+    rank = jnp.arange(K * N)[None] - first
+    kept = jnp.zeros_like(ids, bool)
+    kept = jax.vmap(lambda k, o, r: k.at[o].set(r < limit))(kept, order, rank)
+    kept &= ids < num_experts
+    return kept.reshape(G, K, N).transpose(0, 2, 1)
+
+
+class Router(nnx.Module):
+    """Linear scores and the rule of `moe.router`."""
+
+    def __init__(self, model: Model, moe: MoE, group_tokens: int, *, rngs: nnx.Rngs):
+        self.moe, self.group_tokens = moe, group_tokens
+        shape = (model.width, moe.num_experts)
+        # "router" in the name: this leaf is never cast below float32, never decayed.
+        self.router_kernel = normal_param(
+            rngs, shape, ("width", None), model.init_std
+        )
+        self.bias = None
+        if moe.router == "grouped_sigmoid":
+            self.bias = Buffer(jnp.zeros((moe.num_experts,)), logical_axes=(None,))
+
+    def __call__(
+        self, x_TD: Float[Array, "T D"], valid_T: Bool[Array, " T"]
+    ) -> Routing:
+        """Routes the tokens of this device; where `valid_T` is False nothing is sent."""
+        moe, E = self.moe, self.moe.num_experts
+        logits_TE = x_TD.astype(jnp.float32) @ self.router_kernel[...]
+        if self.bias is not None:
+            ids_TK, weights_TK, probs_TE = grouped_sigmoid(
+                logits_TE, self.bias[...], moe
+            )
+        else:
+            rule = prototype if moe.router == "prototype" else top_k
+            ids_TK, weights_TK, probs_TE = rule(logits_TE, moe)
+        ids_TK = jnp.where(valid_T[:, None], ids_TK, E).astype(jnp.int32)
+
+        grouped = (x_TD.shape[0] // self.group_tokens, self.group_tokens)
+        ids_GNK = ids_TK.reshape(*grouped, moe.top_k)
+        valid_GN = valid_T.reshape(grouped)
+        load_GE = balance.count_tokens(ids_GNK, E)
+        balance_G = balance.switch_loss(probs_TE.reshape(*grouped, E), load_GE, valid_GN)
+        z_G = balance.z_loss(logits_TE.reshape(*grouped, E), valid_GN)
+        dropped = jnp.zeros((), jnp.int32)
+        if moe.capacity_factor is not None:
+            limit = capacity(moe, self.group_tokens)
+            kept_TK = within_capacity(ids_GNK, E, limit).reshape(ids_TK.shape)
+            dropped = jnp.sum((ids_TK < E) & ~kept_TK, dtype=jnp.int32)
+            ids_TK = jnp.where(kept_TK, ids_TK, E)
+        return Routing(
+            expert_ids_TK=ids_TK,
+            weights_TK=weights_TK,
+            load_E=jnp.sum(load_GE, axis=0),
+            dropped=dropped,
+            balance_loss=jnp.sum(balance_G),
+            z_loss=jnp.sum(z_G),
+        )

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floor 6. One training step: a pure function of (state, batch), jitted once.
+
+The step is partitioned by the compiler (`jax.jit` with NamedShardings on state and
+batch), except for the gradient, which is one shard_map with explicit collectives:
+
+  masters --cast, all-gather--> weights --forward, backward--> gradients
+  --reduce-scatter--> master layout --clip, optimizer (partitioned)--> new masters
+
+Legend: M microbatches, b sequences of a microbatch on this device, L MoE layers,
+E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec as P
+
+from jaxmoe import model as model_lib
+from jaxmoe import optim, sharding
+from jaxmoe.config import Config
+from jaxmoe.data.tasks import TASKS
+from jaxmoe.loss import LossSums, count_targets, loss_sums, total_loss
+from jaxmoe.mesh import BATCH_AXES
+from jaxmoe.model import Batch
+from jaxmoe.moe import balance
+from jaxmoe.moe.layer import MoEStats
+from jaxmoe.xla_options import compiler_options
+
+FLOAT32_PARAMETERS = ("router_kernel",)  # never cast to the compute type
+BATCH_SPEC = P(None, BATCH_AXES)  # dimension 1 of [M, B / M, ...]
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything that a run carries from step to step, in the master layout.
+
+    Attributes:
+      step: int32, updates done.
+      params: float32 masters, nested dict.
+      buffers: state without gradient (router bias), nested dict.
+      optimizer: optax state.
+    """
+
+    step: jax.Array
+    params: Any
+    buffers: Any
+    optimizer: Any
+
+
+@flax.struct.dataclass
+class StepMetrics:
+    """Sums and figures of one step over the whole batch, equal on every device.
+
+    Attributes:
+      sums: losses by task.
+      stats: of the MoE layers, stacked [L, ...]; None without such layers.
+      grad_norm: global norm before clipping, each parameter counted once.
+    """
+
+    sums: LossSums
+    stats: MoEStats | None
+    grad_norm: jax.Array
+
+
+class Setup:
+    """The static side of training: graph, layouts and jitted functions of one run.
+
+    Args:
+      config: the configuration, checked.
+      mesh: from `jaxmoe.mesh`.
+      vocab_size: tokens, where the configuration leaves it to the tokenizer.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, vocab_size: int):
+        self.config, self.mesh = config, mesh
+        self.init_params = partial(
+            model_lib.create, config.model, config.moe, vocab_size, config.train.seed
+        )
+        self.optimizer = optim.make_optimizer(config.optimizer, config.train.steps)
+        module = nnx.eval_shape(
+            lambda: model_lib.M6(
+                config.model, config.moe, vocab_size, rngs=nnx.Rngs(config.train.seed)
+            )
+        )
+        self.graph, params, buffers = nnx.split(module, nnx.Param, ...)
+        self.abstract_params = nnx.to_pure_dict(params)
+        self.compute_specs = nnx.to_pure_dict(_compute_specs(params))
+        self.buffer_specs = nnx.to_pure_dict(_compute_specs(buffers))
+        self.master_specs = jax.tree.map(
+            lambda leaf, spec: sharding.master_spec(leaf.shape, spec, mesh),
+            self.abstract_params,
+            self.compute_specs,
+        )
+        self.abstract_state = jax.eval_shape(self._initial_state)
+        self.state_sharding = sharding.named(mesh, self._state_specs())
+        self.batch_sharding = jax.sharding.NamedSharding(mesh, BATCH_SPEC)
+
+    def initial_state(self) -> TrainState:
+        """The state before the first update; the same on every mesh, bitwise."""
+        create = jax.jit(self._initial_state, out_shardings=self.state_sharding)
+        return create()
+
+    def train_step(self) -> Callable[[TrainState, Batch], tuple]:
+        """The jitted step (state, batch) -> (state, StepMetrics); donates the state."""
+        return jax.jit(
+            self.step,
+            in_shardings=(self.state_sharding, self.batch_sharding),
+            out_shardings=(self.state_sharding, None),
+            donate_argnums=0,
+            compiler_options=compiler_options(jax.default_backend()),
+        )
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        """One update. Batch arrays are [M, B / M, ...]."""
+        gradients, metrics = self.loss_and_gradients(state.params, state.buffers, batch)
+        clip_norm = self.config.optimizer.clip_norm
+        gradients = optim.clip(gradients, metrics.grad_norm, clip_norm)
+        updates, optimizer = self.optimizer.update(
+            gradients, state.optimizer, state.params
+        )
+        new_state = TrainState(
+            step=state.step + 1,
+            params=optax.apply_updates(state.params, updates),
+            buffers=self._update_buffers(state.buffers, metrics.stats),
+            optimizer=optimizer,
+        )
+        return new_state, metrics
+
+    def loss_and_gradients(
+        self, params: Any, buffers: Any, batch: Batch
+    ) -> tuple[Any, StepMetrics]:
+        """Gradients in the master layout, and the metrics."""
+        # check_vma=False: the gradient is taken inside, per device, and every sum over
+        # devices is written out; the checker would insert sums of its own.
+        return jax.shard_map(
+            self._device_gradients,
+            mesh=self.mesh,
+            in_specs=(self.master_specs, self.buffer_specs, BATCH_SPEC),
+            out_specs=(self.master_specs, P()),
+            check_vma=False,
+        )(params, buffers, batch)
+
+    def weights(self, params: Any) -> Any:
+        """Master parts of this device -> weights in the compute layout and type."""
+
+        def gather(path, shard, compute, master):
+            if path[-1].key not in FLOAT32_PARAMETERS:
+                shard = shard.astype(self.config.model.compute_dtype)
+            return sharding.gather(shard, compute, master)
+
+        return jax.tree_util.tree_map_with_path(
+            gather, params, self.compute_specs, self.master_specs
+        )
+
+    def forward(
+        self, weights: Any, buffers: Any, batch: Batch
+    ) -> tuple[LossSums, MoEStats | None]:
+        """This device's losses and statistics of one microbatch."""
+        module = nnx.merge(self.graph, weights, buffers)
+        logits_BSV, stats = module(batch, axis_size=self.mesh.shape["expert"])
+        targets, task = batch["targets"], batch["task"]
+        return loss_sums(logits_BSV, targets, task, len(TASKS)), stats
+
+    def _device_gradients(self, params: Any, buffers: Any, batch: Batch):
+        """Runs per device: batch arrays are [M, b, ...]."""
+        weights = self.weights(params)
+        target_tokens = jax.lax.psum(count_targets(batch["task"]), BATCH_AXES)
+        M, b, S = batch["tokens"].shape
+        devices = self.mesh.shape["data"] * self.mesh.shape["expert"]
+        group = self.config.moe.group_size(self.config.model)
+
+        def loss(weights, microbatch):
+            sums, stats = self.forward(weights, buffers, microbatch)
+            share = total_loss(
+                sums,
+                stats,
+                self.config.moe,
+                target_tokens=target_tokens,
+                routing_groups=M * b * S * devices // group,
+            )
+            return share, (sums, stats)
+
+        def microbatch_gradients(microbatch):
+            return jax.grad(loss, has_aux=True)(weights, microbatch)
+
+        gradients, (sums, stats) = _sum_over_microbatches(microbatch_gradients, batch)
+        gradients = jax.tree.map(
+            lambda g, c, m: sharding.scatter_sum(g, c, m, self.mesh),
+            gradients,
+            self.compute_specs,
+            self.master_specs,
+        )
+        square = sum(
+            jnp.sum(jnp.square(g)) / sharding.copies(spec, self.mesh)
+            for g, spec in zip(
+                jax.tree.leaves(gradients), jax.tree.leaves(self.master_specs),
+                strict=True,
+            )
+        )
+        square = jax.lax.psum(square, self.mesh.axis_names)
+        sums, stats = jax.lax.psum((sums, stats), BATCH_AXES)
+        return gradients, StepMetrics(sums, stats, jnp.sqrt(square))
+
+    def _initial_state(self) -> TrainState:
+        _, params, buffers = self.init_params()
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            buffers=buffers,
+            optimizer=self.optimizer.init(params),
+        )
+
+    def _state_specs(self) -> TrainState:
+        """The master layout of the whole state; optimizer arrays follow parameters."""
+
+        def follow(leaf, param, spec):
+            if leaf.shape == param.shape:
+                return spec
+            return sharding.master_spec(leaf.shape, P(), self.mesh)  # factored moments
+
+        optimizer = optax.tree_utils.tree_map_params(
+            self.optimizer,
+            follow,
+            self.abstract_state.optimizer,
+            self.abstract_params,
+            self.master_specs,
+            transform_non_params=lambda _: P(),
+        )
+        return TrainState(P(), self.master_specs, self.buffer_specs, optimizer)
+
+    def _update_buffers(self, buffers: Any, stats: MoEStats | None) -> Any:
+        rate = self.config.moe.bias_update_rate
+        if stats is None or not buffers or not rate:
+            return buffers
+        return jax.tree.map(
+            lambda bias: balance.update_bias(bias, stats.load_E, rate), buffers
+        )
+
+
+def _compute_specs(state: nnx.State) -> nnx.State:
+    """The compute layout of every variable, from its metadata `logical_axes`.
+
+    Stacked blocks have one dimension more than their variables declare, in front.
+    """
+
+    def spec(variable: nnx.Variable) -> nnx.Variable:
+        ndim = variable.get_value().ndim
+        axes = variable.get_metadata().get("logical_axes", ())
+        stacked = (None,) * (ndim - len(axes))
+        return variable.replace(sharding.compute_spec((*stacked, *axes)))
+
+    return jax.tree.map(spec, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def _sum_over_microbatches(function: Callable[[Batch], Any], batch: Batch) -> Any:
+    """Float32 sum of function(microbatch) over dimension 0 of the batch."""
+
+    def in_float32(tree):
+        return jax.tree.map(
+            lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
+            if jnp.issubdtype(x.dtype, jnp.floating)
+            else x,
+            tree,
+        )
+
+    first = jax.tree.map(lambda x: x[0], batch)
+    if batch["tokens"].shape[0] == 1:
+        return in_float32(function(first))
+
+    def add(total, microbatch):
+        return jax.tree.map(jnp.add, total, in_float32(function(microbatch))), None
+
+    shapes = jax.eval_shape(lambda mb: in_float32(function(mb)), first)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.scan(add, zeros, batch)[0]

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floor 0. The one table of XLA compiler options, by platform.
+
+Training and ahead-of-time compilation read the same table, so that what is estimated
+is what runs.
+"""
+
+from __future__ import annotations
+
+COMPILER_OPTIONS: dict[str, dict[str, str]] = {
+    "cpu": {},
+    # Splits every all-to-all into start and done, so that the scheduler can put
+    # computation between them; without it the expert exchange is synchronous on TPU.
+    "tpu": {"xla_tpu_enable_async_all_to_all": "true"},
+    # Lets several exchanges be in flight at once.
+    "gpu": {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"},
+}
+
+
+def compiler_options(platform: str) -> dict[str, str]:
+    """The options for `platform` ('cpu', 'gpu' or 'tpu'), for `jax.jit`."""
+    return dict(COMPILER_OPTIONS[platform])
