@@ -23,7 +23,10 @@ NUM_IMAGES = 1797
 IMAGE_SIZE = 8
 
 _WORDS: dict[Language, tuple[str, ...]] = {
-    "en": tuple("zero one two three four five six seven eight nine".split()),
+    "en": (
+        *("zero", "one", "two", "three", "four"),
+        *("five", "six", "seven", "eight", "nine"),
+    ),
     "zh": tuple("零一二三四五六七八九"),
 }
 # Short on purpose: with bytes a caption has at most 15 tokens, so that 16 patches, a
@@ -57,8 +60,8 @@ def load_digits(held_out: int, *, training: bool) -> Digits:
     if not 1 <= held_out < NUM_IMAGES:
         raise ConfigError(
             f"Data.held_out={held_out} leaves no images on one side: there are"
-            f" {NUM_IMAGES}, so it must be from 1 to {NUM_IMAGES - 1}. Set Data.held_out"
-            " to 297, for example."
+            f" {NUM_IMAGES}, so it must be from 1 to {NUM_IMAGES - 1}. Set"
+            " Data.held_out to 297, for example."
         )
     digits, order = _all_digits(), _split_order()
     chosen = order[held_out:] if training else order[:held_out]
@@ -85,6 +88,7 @@ def to_patches(images: np.ndarray, patch_size: int) -> np.ndarray:
 def shift(image: np.ndarray, dy: int, dx: int) -> np.ndarray:
     """Moves an [H, W] image down by dy and right by dx pixels; 0 comes in."""
     height, width = image.shape
+    dy, dx = max(-height, min(dy, height)), max(-width, min(dx, width))
     moved = np.zeros_like(image)
     moved[max(dy, 0) : height + min(dy, 0), max(dx, 0) : width + min(dx, 0)] = image[
         max(-dy, 0) : height + min(-dy, 0), max(-dx, 0) : width + min(-dx, 0)
@@ -96,10 +100,10 @@ def shift(image: np.ndarray, dy: int, dx: int) -> np.ndarray:
 def _all_digits() -> Digits:
     from sklearn import datasets  # here, because importing it takes a second
 
-    bunch = datasets.load_digits()
-    images = (bunch.images / 16.0).astype(np.float32)
-    labels = bunch.target.astype(np.int32)
-    assert images.shape == (NUM_IMAGES, IMAGE_SIZE, IMAGE_SIZE), images.shape
+    pixels, labels = datasets.load_digits(return_X_y=True)  # 0..16, 64 to an image
+    images = np.asarray(pixels / 16.0, np.float32)
+    images = images.reshape(NUM_IMAGES, IMAGE_SIZE, IMAGE_SIZE)
+    labels = np.asarray(labels, np.int32)
     images.flags.writeable = labels.flags.writeable = False
     return Digits(images, labels)
 

@@ -66,7 +66,7 @@ class Loader(Iterator[Batch]):
         self._data, self._model, self._microbatches = data, model, microbatches
         size = data.batch_size // microbatches
         kept = np.arange(size) if rows is None else np.asarray(rows, np.int64)
-        assert kept.ndim == 1 and np.all((0 <= kept) & (kept < size)), (rows, size)
+        assert kept.ndim == 1 and set(kept) <= set(range(size)), rows
         self._num_rows = len(kept)
         # [M, b] -> [M * b]: the numbers inside a step
         self._numbers = (
@@ -145,7 +145,9 @@ class Loader(Iterator[Batch]):
 
     def _batch(self, step: int) -> Batch:
         first = step * self._data.batch_size
-        examples = [self._examples[first + number] for number in self._numbers]
+        examples: list[Any] = [
+            self._examples[first + number] for number in self._numbers
+        ]
         return _shaped(examples, self._model, (self._microbatches, self._num_rows))
 
     def _fingerprint(self) -> dict[str, Any]:
@@ -249,11 +251,11 @@ def _shaped(examples: list[Example], model: Model, lead: tuple[int, int]) -> Bat
 
 def _check_loader(data: Data, microbatches: int) -> None:
     if data.batch_size % microbatches:
+        enough = -(-data.batch_size // microbatches) * microbatches
         raise ConfigError(
             f"Data.batch_size={data.batch_size} cannot be split into"
             f" Train.accumulation={microbatches} microbatches: it must be a multiple."
-            f" Set Data.batch_size to {-(-data.batch_size // microbatches) * microbatches}"
-            f", for example."
+            f" Set Data.batch_size to {enough}, for example."
         )
     if not data.seed < _SEED_LIMIT:
         raise ConfigError(

@@ -29,8 +29,8 @@ def task_weights(data: Data) -> dict[str, float]:
     if not total > 0:
         fields = ", ".join(f"Data.{name}_weight={weights[name]}" for name in names)
         raise ConfigError(
-            f"{fields} choose no task: with Data.source={data.source!r} one of them must"
-            " be above 0. Set Data.lm_weight to 1, for example."
+            f"{fields} choose no task: with Data.source={data.source!r} one of them"
+            " must be above 0. Set Data.lm_weight to 1, for example."
         )
     return {name: w / total for name, w in weights.items() if w > 0}
 
@@ -156,7 +156,7 @@ class Records:
         return image, LANGUAGES[language]
 
     def _chunk(self, task: str, index: int, rng: np.random.Generator) -> np.ndarray:
-        """A crop of the text; in training it begins anywhere near the record's place."""
+        """A crop of the text; in training it begins by chance near its place."""
         size = tasks.chunk_tokens(task, self._model.sequence_length)
         start = index * size
         if self._training:
@@ -197,9 +197,9 @@ def _vocab_size(tokenizer: Tokenizer, data: Data, model: Model) -> int:
     if model.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"Model.vocab_size={model.vocab_size} is smaller than the"
-            f" {tokenizer.vocab_size} tokens of Data.tokenizer={data.tokenizer!r}: every"
-            " token needs an embedding. Set Model.vocab_size to 'auto' or to at least"
-            f" {tokenizer.vocab_size}."
+            f" {tokenizer.vocab_size} tokens of Data.tokenizer={data.tokenizer!r}:"
+            " every token needs an embedding. Set Model.vocab_size='auto', or to at"
+            f" least {tokenizer.vocab_size}."
         )
     return model.vocab_size
 

@@ -87,7 +87,7 @@ def text_denoise(
 
 
 def lm(ids: np.ndarray, tokenizer: Tokenizer) -> Example:
-    """Predicts each token of a chunk from those before; ends only where the text does."""
+    """Predicts each token of a chunk from those before; it ends where the text does."""
     decoder = np.concatenate(([tokenizer.bos_id], ids[:-1]))
     return Example("lm", None, (), decoder, ids)
 

@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids up to the first end of sequence; other specials are skipped."""
+        """Text of the ids up to the first end; other specials are left out."""
         ...
 
     def language_id(self, language: Language) -> int:
@@ -168,8 +168,8 @@ def _content(kind: str, file: pathlib.Path) -> bytes:
         return file.expanduser().read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"Data.tokenizer='{kind}:{file}' cannot be read ({error.strerror}): the part"
-            " behind the colon must be a readable file. Give the right path, or set"
+            f"Data.tokenizer='{kind}:{file}' cannot be read ({error.strerror}): the"
+            " part behind the colon must be a readable file. Give its path, or set"
             " Data.tokenizer='bytes'."
         ) from error
 
