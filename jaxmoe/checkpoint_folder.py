@@ -108,10 +108,10 @@ def _digests(files: Mapping[str, Path], *, sync: bool = False) -> dict[str, Any]
 # One step --------------------------------------------------------------------------
 
 
-def _sealed(body: dict[str, Any]) -> dict[str, Any]:
-    """A marker's content with the checksum of itself; it must have come from JSON."""
-    text = json.dumps(body, sort_keys=True)
-    return {**body, "checksum": hashlib.sha256(text.encode()).hexdigest()}
+def _sealed(body: dict[str, Any]) -> str:
+    """The text of a marker, always written alike: its content and the checksum."""
+    digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+    return json.dumps({**body, "checksum": digest}, indent=1) + "\n"
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
@@ -121,12 +121,13 @@ def read_marker(folder: Path) -> dict[str, Any]:
       Broken: if it is not.
     """
     try:
-        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-        body = {key: value for key, value in marker.items() if key != "checksum"}
-        intact = _sealed(body) == marker
+        text = (folder / MARKER).read_bytes().decode()
+        body = json.loads(text)
+        body.pop("checksum")
+        intact = _sealed(body) == text
     except FileNotFoundError:
         raise Broken(f"{MARKER} is missing: the save was not finished") from None
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise Broken(f"{MARKER} cannot be read ({error})") from None
     if not intact:
         raise Broken(f"the checksum of {MARKER} differs")
@@ -197,7 +198,7 @@ def commit(folder: Path, body: dict[str, Any]) -> Signature:
         _sync_dir(Path(root))
     _sync_dir(folder.parent)
     marker = _sealed({"format": _FORMAT, **body, "files": digests})
-    write_atomically(folder / MARKER, json.dumps(marker, indent=1) + "\n")
+    write_atomically(folder / MARKER, marker)
     return check_sizes(folder)[1]
 
 
@@ -353,7 +354,10 @@ class CheckpointFolder:
             owner = {"id": self._id, "pid": os.getpid(), "host": socket.gethostname()}
             write_atomically(self.path / WRITER, json.dumps(owner) + "\n")
             self._claimed = True
-        owner = json.loads((self.path / WRITER).read_text(encoding="utf-8"))
+        try:
+            owner = json.loads((self.path / WRITER).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise OSError("the folder was removed or replaced during the run") from None
         if owner["id"] != self._id:
             raise OSError(
                 f"another run (process {owner['pid']} on {owner['host']}) has begun to"
