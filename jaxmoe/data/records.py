@@ -130,10 +130,11 @@ class Records:
             image, language = self._image(index, rng)
             patches = digits.to_patches(image[None], self._data.patch_size)[0]
             ids = self._captions[language][self._labels[index]]
+            spoken = {"language": language, "tokenizer": self.tokenizer}
             if task == "caption":
-                return tasks.caption(patches, ids, language, self.tokenizer)
+                return tasks.caption(patches, ids, **spoken)
             return tasks.image_denoise(
-                patches, ids, language, self.tokenizer, mask_fraction=fraction, rng=rng
+                patches, ids, **spoken, mask_fraction=fraction, rng=rng
             )
         chunk = self._chunk(task, index, rng)
         if task == "lm":
@@ -225,10 +226,14 @@ def _check_patches(data: Data, model: Model) -> None:
 def _check_sequence_length(
     names: tuple[str, ...], model: Model, caption_tokens: int
 ) -> None:
-    needed, name = max(
-        (tasks.min_sequence_length(name, model.num_patches, caption_tokens), name)
+    lengths = {
+        name: tasks.min_sequence_length(
+            name, num_patches=model.num_patches, caption_tokens=caption_tokens
+        )
         for name in names
-    )
+    }
+    name = max(lengths, key=lengths.__getitem__)
+    needed = lengths[name]
     if model.sequence_length < needed:
         raise ConfigError(
             f"Model.sequence_length={model.sequence_length} is too small for the task"

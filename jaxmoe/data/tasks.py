@@ -48,7 +48,11 @@ class Example(NamedTuple):
 
 
 def caption(
-    patches: np.ndarray, ids: Sequence[int], language: Language, tokenizer: Tokenizer
+    patches: np.ndarray,
+    ids: Sequence[int],
+    *,
+    language: Language,
+    tokenizer: Tokenizer,
 ) -> Example:
     """Says in a language what the image shows."""
     decoder = [tokenizer.language_id(language), *ids]
@@ -58,14 +62,16 @@ def caption(
 def image_denoise(
     patches: np.ndarray,
     ids: Sequence[int],
+    *,
     language: Language,
     tokenizer: Tokenizer,
-    *,
     mask_fraction: float,
     rng: np.random.Generator,
 ) -> Example:
     """Restores a caption of which parts are masked, with the help of the image."""
-    masked = mask_spans(np.asarray(ids), tokenizer.mask_id, mask_fraction, rng)
+    masked = mask_spans(
+        np.asarray(ids), tokenizer.mask_id, fraction=mask_fraction, rng=rng
+    )
     encoder = [tokenizer.language_id(language), *masked]
     decoder = [tokenizer.bos_id, *ids]
     targets = [*ids, tokenizer.eos_id]
@@ -80,7 +86,7 @@ def text_denoise(
     rng: np.random.Generator,
 ) -> Example:
     """Restores a chunk of text of which parts are masked."""
-    masked = mask_spans(ids, tokenizer.mask_id, mask_fraction, rng)
+    masked = mask_spans(ids, tokenizer.mask_id, fraction=mask_fraction, rng=rng)
     decoder = np.concatenate(([tokenizer.bos_id], ids))
     targets = np.concatenate((ids, [tokenizer.eos_id]))
     return Example("text_denoise", None, masked, decoder, targets)
@@ -93,7 +99,7 @@ def lm(ids: np.ndarray, tokenizer: Tokenizer) -> Example:
 
 
 def mask_spans(
-    ids: np.ndarray, mask_id: int, fraction: float, rng: np.random.Generator
+    ids: np.ndarray, mask_id: int, *, fraction: float, rng: np.random.Generator
 ) -> np.ndarray:
     """Replaces spans of tokens by the mask token, one for each token.
 
@@ -117,7 +123,7 @@ def mask_spans(
     return result
 
 
-def min_sequence_length(task: str, num_patches: int, caption_tokens: int) -> int:
+def min_sequence_length(task: str, *, num_patches: int, caption_tokens: int) -> int:
     """Positions that the longest example of a task needs at least.
 
     Args:
@@ -198,8 +204,8 @@ def assemble(
 def caption_prompt(
     patches: np.ndarray,
     language: Language,
-    tokenizer: Tokenizer,
     *,
+    tokenizer: Tokenizer,
     sequence_length: int,
 ) -> Batch:
     """Lays out one image whose caption is to be generated.

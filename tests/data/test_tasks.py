@@ -31,7 +31,7 @@ def pad(*values):
 
 def test_caption_by_hand():
     """Patches, then the language, then the caption; the last target is the end."""
-    batch = lay_out(tasks.caption(PATCHES, IDS, "zh", TOKENIZER))
+    batch = lay_out(tasks.caption(PATCHES, IDS, language="zh", tokenizer=TOKENIZER))
     expected = {
         "tokens": pad(0, 0, 0, 0, CHINESE, 20, 21, 22, 23),
         "modality": pad(1, 1, 1, 1, 2, 2, 2, 2, 2),
@@ -48,7 +48,7 @@ def test_caption_by_hand():
 
 def test_image_denoise_by_hand():
     example = tasks.image_denoise(
-        PATCHES, IDS, "en", TOKENIZER, mask_fraction=1.0, rng=rng()
+        PATCHES, IDS, language="en", tokenizer=TOKENIZER, mask_fraction=1.0, rng=rng()
     )
     batch = lay_out(example)
     tokens = pad(0, 0, 0, 0, ENGLISH, MASK, MASK, MASK, MASK, BOS, 20, 21, 22, 23)
@@ -84,7 +84,7 @@ def test_rows_do_not_touch():
     """A row is the same whatever stands beside it."""
     examples = [
         tasks.lm(np.arange(100, 116, dtype=np.int32), TOKENIZER),
-        tasks.caption(PATCHES, IDS, "en", TOKENIZER),
+        tasks.caption(PATCHES, IDS, language="en", tokenizer=TOKENIZER),
     ]
     both = lay_out(*examples)
     for row, example in enumerate(examples):
@@ -93,7 +93,7 @@ def test_rows_do_not_touch():
 
 
 def test_shapes_and_types():
-    batch = lay_out(tasks.caption(PATCHES, IDS, "en", TOKENIZER))
+    batch = lay_out(tasks.caption(PATCHES, IDS, language="en", tokenizer=TOKENIZER))
     kinds = {name: (a.dtype.name, a.shape) for name, a in batch.items()}
     integers = ("tokens", "modality", "sequence", "positions", "targets", "task")
     assert kinds == {
@@ -111,7 +111,10 @@ def test_no_patches_at_all():
 
 def test_too_long_is_refused():
     with pytest.raises(AssertionError, match="caption"):
-        lay_out(tasks.caption(PATCHES, IDS, "en", TOKENIZER), sequence_length=8)
+        lay_out(
+            tasks.caption(PATCHES, IDS, language="en", tokenizer=TOKENIZER),
+            sequence_length=8,
+        )
 
 
 @hypothesis.given(
@@ -121,7 +124,9 @@ def test_mask_spans(n, fraction, seed, constant):
     """Exactly the wanted number is masked, the others stay; pieces are few."""
     ids = np.full(n, 50) if constant else np.arange(100, 100 + n)
     before = ids.copy()
-    masked = tasks.mask_spans(ids, MASK, fraction, np.random.default_rng(seed))
+    masked = tasks.mask_spans(
+        ids, MASK, fraction=fraction, rng=np.random.default_rng(seed)
+    )
     np.testing.assert_array_equal(ids, before)
     gone = masked == MASK
     wanted = min(n, max(1, round(fraction * n))) if fraction else 0
@@ -133,7 +138,10 @@ def test_mask_spans(n, fraction, seed, constant):
 
 def test_mask_spans_reach_every_position():
     rng = np.random.default_rng(1)
-    seen = sum(tasks.mask_spans(np.zeros(20, int), 1, 0.3, rng) for _ in range(300))
+    seen = sum(
+        tasks.mask_spans(np.zeros(20, int), 1, fraction=0.3, rng=rng)
+        for _ in range(300)
+    )
     assert seen.min() > 30  # of 90 expected; the ends are masked less often
 
 
@@ -141,13 +149,15 @@ def test_mask_spans_reach_every_position():
 def test_min_sequence_length_is_tight(task):
     """The longest example fits into just as many positions, and no fewer."""
     ids = np.array(IDS, np.int32)
-    needed = tasks.min_sequence_length(task, 4, len(IDS))
+    needed = tasks.min_sequence_length(task, num_patches=4, caption_tokens=len(IDS))
     chunk = ids[: tasks.chunk_tokens(task, needed)]
     options = {"mask_fraction": 0.3, "rng": rng()}
     example = {
-        "caption": lambda: tasks.caption(PATCHES, IDS, "en", TOKENIZER),
+        "caption": lambda: tasks.caption(
+            PATCHES, IDS, language="en", tokenizer=TOKENIZER
+        ),
         "image_denoise": lambda: tasks.image_denoise(
-            PATCHES, IDS, "en", TOKENIZER, **options
+            PATCHES, IDS, language="en", tokenizer=TOKENIZER, **options
         ),
         "text_denoise": lambda: tasks.text_denoise(chunk, TOKENIZER, **options),
         "lm": lambda: tasks.lm(chunk, TOKENIZER),
@@ -158,8 +168,10 @@ def test_min_sequence_length_is_tight(task):
 
 def test_caption_prompt_begins_like_the_example():
     """A prompt is the training example without its caption."""
-    prompt = tasks.caption_prompt(PATCHES, "zh", TOKENIZER, sequence_length=16)
-    batch = lay_out(tasks.caption(PATCHES, IDS, "zh", TOKENIZER))
+    prompt = tasks.caption_prompt(
+        PATCHES, "zh", tokenizer=TOKENIZER, sequence_length=16
+    )
+    batch = lay_out(tasks.caption(PATCHES, IDS, language="zh", tokenizer=TOKENIZER))
     last = tasks.last_position(prompt)
     assert last == 4
     for name in ("tokens", "modality", "decoder", "sequence", "positions"):
