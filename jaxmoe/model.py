@@ -23,7 +23,7 @@ from jaxmoe import config as config_lib
 from jaxmoe.config import Model, MoE
 from jaxmoe.layers.attention import Attention, attention_mask
 from jaxmoe.layers.embedding import PADDING, Embedder
-from jaxmoe.layers.linear import normal_param
+from jaxmoe.layers.linear import no_param, normal_param
 from jaxmoe.layers.mlp import Mlp
 from jaxmoe.layers.norm import make_norm
 from jaxmoe.moe.dispatch import EXCHANGE
@@ -40,11 +40,9 @@ class Block(nnx.Module):
         self.attention_norm = make_norm(model, rngs)
         self.attention = Attention(model, rngs=rngs)
         self.ffn_norm = make_norm(model, rngs)
-        self.mlp = self.moe = None
-        if kind == "dense":
-            self.mlp = Mlp(model, model.ffn_width, rngs=rngs)
-        else:
-            self.moe = MoELayer(model, moe, rngs=rngs)
+        dense = kind == "dense"
+        self.mlp = Mlp(model, model.ffn_width, rngs=rngs) if dense else None
+        self.moe = None if dense else MoELayer(model, moe, rngs=rngs)
 
     def __call__(
         self,
@@ -79,21 +77,21 @@ class M6(nnx.Module):
         self.model = model
         self.kinds = config_lib.layer_kinds(model)
         self.embedder = Embedder(model, vocab_size, rngs=rngs)
-        self.dense = self.moe = None
-        if "dense" in self.kinds:
-            self.dense = self._stack(model, moe, "dense", rngs)
-        if "moe" in self.kinds:
-            self.moe = self._stack(model, moe, "moe", rngs)
+        self.dense = self._stack(model, moe, "dense", rngs)
+        self.moe = self._stack(model, moe, "moe", rngs)
         self.final_norm = make_norm(model, rngs)
-        self.head = None
-        if not model.tie_embeddings:
-            self.head = normal_param(
-                rngs, (vocab_size, model.width), ("vocab", "width"), model.init_std
-            )
+        head = no_param if model.tie_embeddings else normal_param
+        self.head = head(
+            rngs, (vocab_size, model.width), ("vocab", "width"), model.init_std
+        )
 
-    def _stack(self, model: Model, moe: MoE, kind: str, rngs: nnx.Rngs) -> Block:
+    def _stack(self, model: Model, moe: MoE, kind: str, rngs: nnx.Rngs):
         """All blocks of one kind, their parameters stacked along a new dimension 0."""
-        count = 1 if model.share_layers else self.kinds.count(kind)
+        count = self.kinds.count(kind)
+        if not count:
+            return None
+        if model.share_layers:
+            count = 1
 
         @nnx.split_rngs(splits=count)
         @nnx.vmap(in_axes=(0,), out_axes=0)
@@ -172,85 +170,6 @@ def _unstack(stack: Block) -> list[tuple[nnx.GraphDef, Any]]:
     apart = [jax.lax.split(leaf, [1] * leaf.shape[0], axis=0) for leaf in leaves]
     return [
         (graph, jax.tree.unflatten(tree, [part[0] for part in parts]))
-        for parts in zip(*apart, strict=True)
-    ]
-
-
-def create(rngs: nnx.Rngs) -> Block:
-            return Block(model, moe, kind, rngs=rngs)
-
-        return create(rngs)
-
-    def blocks(self) -> list[tuple[nnx.GraphDef, Any]]:
-        """Graph and state of each block, in the order in which they are applied."""
-        stacks = {"dense": self.dense, "moe": self.moe}
-        apart = {kind: _unstack(stack) for kind, stack in stacks.items() if stack}
-        if self.model.share_layers:
-            return [apart[kind][0] for kind in self.kinds]
-        following = {kind: iter(blocks) for kind, blocks in apart.items()}
-        return [next(following[kind]) for kind in self.kinds]
-
-    def embed(self, batch: Batch) -> Float[Array, "B S D"]:
-        """The sequences as vectors; zeros at padding."""
-        return self.embedder(
-            batch["tokens"], batch["patches"], batch["modality"], batch["positions"]
-        )
-
-    def logits(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
-        """Scores of the next token, in float32."""
-        x_BSD = self.final_norm(x_BSD).astype(x_BSD.dtype)
-        table_VD = (self.embedder.token if self.head is None else self.head)[...]
-        return jnp.einsum(
-            "BSD,VD->BSV", x_BSD, table_VD, preferred_element_type=jnp.float32
-        )
-
-    def __call__(
-        self, batch: Batch, *, axis_size: int = 1
-    ) -> tuple[Float[Array, "B S V"], MoEStats | None]:
-        """Logits of every position, and the statistics of the MoE layers, stacked."""
-        mask = attention_mask(batch["sequence"], batch["decoder"])
-        valid_BS = batch["modality"] != PADDING
-        x_BSD = self.embed(batch)
-        layer_stats = []
-        for graph, state in self.blocks():
-            apply = partial(_apply_block, graph, axis_size=axis_size)
-            apply = _remat(self.model.remat, apply)
-            x_BSD, stats = apply(state, x_BSD, mask, valid_BS)
-            if stats is not None:
-                layer_stats.append(stats)
-        stacked = None
-        if layer_stats:
-            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layer_stats)
-        return self.logits(x_BSD), stacked
-
-
-def _apply_block(graph, state, x_BSD, mask, valid_BS, *, axis_size: int):
-    return nnx.merge(graph, state)(x_BSD, mask, valid_BS, axis_size)
-
-
-def _remat(policy: str, apply: Callable) -> Callable:
-    """Recomputes in the backward pass what `policy` names, never the expert exchange."""
-    if policy == "none":
-        return apply
-    saved = jax.checkpoint_policies.save_only_these_names(EXCHANGE)
-    if policy == "dots":
-        saved = jax.checkpoint_policies.save_from_both_policies(
-            saved, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        )
-    return jax.checkpoint(apply, policy=saved)
-
-
-def _unstack(stack: Block) -> list[Block]:
-    """Blocks out of their stack.
-
-    lax.split, not indexing: its transpose is one concatenation, where L indexings
-    would each make a gradient of the size of the whole stack.
-    """
-    graph, state = nnx.split(stack)
-    leaves, tree = jax.tree.flatten(state)
-    apart = [jax.lax.split(leaf, [1] * leaf.shape[0], axis=0) for leaf in leaves]
-    return [
-        nnx.merge(graph, jax.tree.unflatten(tree, [part[0] for part in parts]))
         for parts in zip(*apart, strict=True)
     ]
 

@@ -24,6 +24,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec as P
 
+from jaxmoe import config as config_lib
 from jaxmoe import model as model_lib
 from jaxmoe import optim, sharding
 from jaxmoe.config import Config
@@ -176,7 +177,7 @@ class Setup:
         target_tokens = jax.lax.psum(count_targets(batch["task"]), BATCH_AXES)
         M, b, S = batch["tokens"].shape
         devices = self.mesh.shape["data"] * self.mesh.shape["expert"]
-        group = self.config.moe.group_size(self.config.model)
+        group = config_lib.group_tokens(self.config.model, self.config.moe)
 
         def loss(weights, microbatch):
             sums, stats = self.forward(weights, buffers, microbatch)

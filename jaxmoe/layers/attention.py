@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.config import Model
-from jaxmoe.layers.linear import normal_param, zeros_param
+from jaxmoe.layers.linear import no_param, normal_param, zeros_param
 
 
 def attention_mask(
@@ -49,10 +49,9 @@ class Attention(nnx.Module):
         self.out_kernel = normal_param(
             rngs, (H, Q, D), ("heads", "head", "width"), model.init_std
         )
-        self.qkv_bias = self.out_bias = None
-        if model.use_bias:
-            self.qkv_bias = zeros_param((3, H, Q), (None, "heads", "head"))
-            self.out_bias = zeros_param((D,), ("width",))
+        bias = zeros_param if model.use_bias else no_param
+        self.qkv_bias = bias((3, H, Q), (None, "heads", "head"))
+        self.out_bias = bias((D,), ("width",))
 
     def __call__(
         self, x_BSD: Float[Array, "B S D"], mask: Bool[Array, "B 1 S S"]

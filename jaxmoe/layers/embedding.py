@@ -16,6 +16,21 @@ from jaxmoe.layers.linear import normal_param, zeros_param
 PADDING, IMAGE, TEXT = 0, 1, 2  # values of `modality`
 
 
+class PatchProjection(nnx.Module):
+    """Linear projection of pixels, or of ready-made patch features, to the width."""
+
+    def __init__(self, model: Model, *, rngs: nnx.Rngs):
+        self.patch_kernel = normal_param(
+            rngs, (model.patch_dim, model.width), (None, "width"), model.init_std
+        )
+        self.patch_bias = zeros_param((model.width,), ("width",))
+
+    def __call__(self, patches_BPC: Float[Array, "B P C"]) -> Float[Array, "B P D"]:
+        kernel = self.patch_kernel[...]
+        projected = patches_BPC.astype(kernel.dtype) @ kernel
+        return projected + self.patch_bias[...][None, None]
+
+
 class Embedder(nnx.Module):
     """Token or projected patch, plus learned position, plus segment of the modality.
 
@@ -30,13 +45,7 @@ class Embedder(nnx.Module):
             rngs, (model.sequence_length, D), (None, "width"), std
         )
         self.segment = normal_param(rngs, (2, D), (None, "width"), std)
-        self.patch_kernel = self.patch_bias = None
-        if model.num_patches:
-            # Pixels are of order 1: the projection keeps that scale times `std`.
-            self.patch_kernel = normal_param(
-                rngs, (model.patch_dim, D), (None, "width"), std
-            )
-            self.patch_bias = zeros_param((D,), ("width",))
+        self.patch = PatchProjection(model, rngs=rngs) if model.num_patches else None
 
     def __call__(
         self,
@@ -47,10 +56,8 @@ class Embedder(nnx.Module):
     ) -> Float[Array, "B S D"]:
         x_BSD = self.token[...][tokens_BS]
         is_image = modality_BS == IMAGE
-        if self.patch_kernel is not None and self.patch_bias is not None:
-            kernel = self.patch_kernel[...]
-            image_BPD = patches_BPC.astype(kernel.dtype) @ kernel
-            image_BPD += self.patch_bias[...][None, None]
+        if self.patch is not None:
+            image_BPD = self.patch(patches_BPC)
             # The i-th image position of a row takes patch i, wherever it stands.
             patch = jnp.cumsum(is_image, axis=1) - 1
             patch = jnp.clip(patch, 0, image_BPD.shape[1] - 1)

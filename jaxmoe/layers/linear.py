@@ -23,6 +23,10 @@ def normal_param(
     return nnx.Param(value, logical_axes=axes)
 
 
+def no_param(*_: object) -> None:
+    """In place of `zeros_param` or `normal_param` where the model has none."""
+
+
 def zeros_param(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
     """A float32 parameter of zeros."""
     return nnx.Param(jnp.zeros(shape, jnp.float32), logical_axes=axes)

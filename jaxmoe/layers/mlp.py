@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxmoe.config import Model
-from jaxmoe.layers.linear import normal_param, zeros_param
+from jaxmoe.layers.linear import no_param, normal_param, zeros_param
 
 
 class Mlp(nnx.Module):
@@ -19,15 +19,13 @@ class Mlp(nnx.Module):
 
     def __init__(self, model: Model, hidden: int, *, rngs: nnx.Rngs):
         D, F, std = model.width, hidden, model.init_std
-        self.gate = None
-        if model.activation == "swiglu":
-            self.gate = normal_param(rngs, (D, F), ("width", "hidden"), std)
+        gate = normal_param if model.activation == "swiglu" else no_param
+        bias = zeros_param if model.use_bias else no_param
+        self.gate = gate(rngs, (D, F), ("width", "hidden"), std)
         self.up = normal_param(rngs, (D, F), ("width", "hidden"), std)
         self.down = normal_param(rngs, (F, D), ("hidden", "width"), std)
-        self.up_bias = self.down_bias = None
-        if model.use_bias:
-            self.up_bias = zeros_param((F,), ("hidden",))
-            self.down_bias = zeros_param((D,), ("width",))
+        self.up_bias = bias((F,), ("hidden",))
+        self.down_bias = bias((D,), ("width",))
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         h = x @ self.up[...]

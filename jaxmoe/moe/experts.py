@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Floor 2. The feed-forward part of the experts that live on this device.
 
-One contract, two implementations with the same numbers: `lax.ragged_dot` on TPU and
-GPU; on CPU, where XLA computes ragged_dot expert by expert over all rows, a loop over
-the blocks of rows that are in use, each with the weights of its one expert.
+One contract, two implementations with the same numbers:
+  ragged  products by `lax.ragged_dot`, for TPU and GPU;
+  blocks  a loop over the blocks of rows in use, each with the weights of its one
+          expert, for CPU, where XLA computes ragged_dot expert by expert over all rows.
+          Its derivative is written out: one loop for the inputs, one for the weights.
 
-Legend: R rows of this device, sorted by slot; p slots, D width, F hidden width.
+Legend: R rows of this device, sorted by slot, b rows of a block; p slots, D width,
+F hidden width.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +22,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxmoe.config import Model
-from jaxmoe.layers.linear import normal_param, zeros_param
+from jaxmoe.layers.linear import no_param, normal_param, zeros_param
 from jaxmoe.moe.dispatch import Layout
+
+
+Weights = dict[str, jax.Array]  # up, gate, down, up_bias, down_bias: those there are
 
 
 class Experts(nnx.Module):
@@ -28,78 +35,118 @@ class Experts(nnx.Module):
     def __init__(self, model: Model, num_experts: int, hidden: int, *, rngs: nnx.Rngs):
         E, D, F, std = num_experts, model.width, hidden, model.init_std
         up_axes, down_axes = ("expert", "width", "hidden"), ("expert", "hidden", "width")
-        self.gate = None
-        if model.activation == "swiglu":
-            self.gate = normal_param(rngs, (E, D, F), up_axes, std)
+        gate = normal_param if model.activation == "swiglu" else no_param
+        bias = zeros_param if model.use_bias else no_param
+        self.gate = gate(rngs, (E, D, F), up_axes, std)
         self.up = normal_param(rngs, (E, D, F), up_axes, std)
         self.down = normal_param(rngs, (E, F, D), down_axes, std)
-        self.up_bias = self.down_bias = None
-        if model.use_bias:
-            self.up_bias = zeros_param((E, F), ("expert", "hidden"))
-            self.down_bias = zeros_param((E, D), ("expert", "width"))
+        self.up_bias = bias((E, F), ("expert", "hidden"))
+        self.down_bias = bias((E, D), ("expert", "width"))
 
     def __call__(self, x_RD: Float[Array, "R D"], layout: Layout) -> Float[Array, "R D"]:
         """Applies each slot's expert to its rows. Rows of no slot come out undefined."""
-        h_RF = self._product(x_RD, self.up, self.up_bias, layout)
-        if self.gate is None:
-            h_RF = jax.nn.gelu(h_RF)
-        else:
-            h_RF = jax.nn.silu(self._product(x_RD, self.gate, None, layout)) * h_RF
-        return self._product(h_RF, self.down, self.down_bias, layout)
+        names = ("up", "gate", "down", "up_bias", "down_bias")
+        found = {name: getattr(self, name) for name in names}
+        weights = {name: w[...] for name, w in found.items() if w is not None}
+        if jax.default_backend() == "cpu":
+            return _blocks(
+                x_RD, weights, layout.slot_of_block, layout.used_blocks, layout.block
+            )
+        return _ragged(x_RD, weights, layout)
 
-    def _product(self, x, kernel, bias, layout: Layout):
-        y = grouped_product(x, kernel[...], layout)
-        if bias is not None:
-            y += jnp.repeat(bias[...][layout.slot_of_block], layout.block, axis=0)
+
+def _ragged(x_RD: jax.Array, weights: Weights, layout: Layout) -> jax.Array:
+    rows_p = -(-layout.sizes_p // layout.block) * layout.block
+
+    def product(x, kernel, bias):
+        y = jax.lax.ragged_dot(x, weights[kernel], rows_p)
+        if bias in weights:
+            bias_B = weights[bias][layout.slot_of_block]
+            y += jnp.repeat(bias_B, layout.block, axis=0)
         return y
 
+    pre = {"up": product(x_RD, "up", "up_bias")}
+    if "gate" in weights:
+        pre["gate"] = product(x_RD, "gate", "")
+    return product(_activate(pre), "down", "down_bias")
 
-def grouped_product(
-    x_RI: Float[Array, "R I"], w_pIO: Float[Array, "p I O"], layout: Layout
-) -> Float[Array, "R O"]:
-    """Each row times the matrix of its slot."""
-    if jax.default_backend() == "cpu":
-        return _blocks_product(
-            x_RI, w_pIO, layout.slot_of_block, layout.used_blocks, layout.block
-        )
-    blocks_p = -(-layout.sizes_p // layout.block) * layout.block
-    return jax.lax.ragged_dot(x_RI, w_pIO, blocks_p)
+
+def _activate(pre: dict[str, jax.Array]) -> jax.Array:
+    """GELU, or SwiGLU where there is a gate."""
+    if "gate" in pre:
+        return jax.nn.silu(pre["gate"]) * pre["up"]
+    return jax.nn.gelu(pre["up"])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _blocks_product(x, w, slot_of_block, used_blocks, block: int):
-    def body(i, y_RO):
-        x_bI = jax.lax.dynamic_slice_in_dim(x, i * block, block)
-        w_IO = jax.lax.dynamic_index_in_dim(w, slot_of_block[i], keepdims=False)
-        return jax.lax.dynamic_update_slice_in_dim(y_RO, x_bI @ w_IO, i * block, 0)
-
-    y_RO = jnp.zeros((x.shape[0], w.shape[2]), x.dtype)
-    return jax.lax.fori_loop(0, used_blocks, body, y_RO)
+def _blocks(x_RD, weights: Weights, slot_of_block, used_blocks, block: int):
+    return _blocks_forward(x_RD, weights, slot_of_block, used_blocks, block)[0]
 
 
-def _blocks_forward(x, w, slot_of_block, used_blocks, block):
-    y = _blocks_product(x, w, slot_of_block, used_blocks, block)
-    return y, (x, w, slot_of_block, used_blocks)
+def _blocks_forward(x_RD, weights: Weights, slot_of_block, used_blocks, block: int):
+    def body(i, carry):
+        y_RD, pre, h_RF = carry
+        w, x_bD = _at(weights, slot_of_block[i]), _rows(x_RD, i, block)
+        pre_b = {name: x_bD @ w[name] for name in pre}
+        if "up_bias" in w:
+            pre_b["up"] += w["up_bias"][None]
+        h_bF = _activate(pre_b)
+        y_bD = h_bF @ w["down"]
+        if "down_bias" in w:
+            y_bD += w["down_bias"][None]
+        return _write((y_RD, pre, h_RF), (y_bD, pre_b, h_bF), i, block)
+
+    R, F = x_RD.shape[0], weights["up"].shape[2]
+    pre = {k: jnp.zeros((R, F), x_RD.dtype) for k in ("up", "gate") if k in weights}
+    empty = (jnp.zeros_like(x_RD), pre, jnp.zeros((R, F), x_RD.dtype))
+    y_RD, pre, h_RF = jax.lax.fori_loop(0, used_blocks, body, empty)
+    return y_RD, (x_RD, pre, h_RF, weights, slot_of_block, used_blocks)
 
 
-def _blocks_backward(block, residuals, dy):
-    x, w, slot_of_block, used_blocks = residuals
-    dx = _blocks_product(dy, w.transpose(0, 2, 1), slot_of_block, used_blocks, block)
-    return dx, _weight_gradient(x, dy, w, slot_of_block, used_blocks, block), None, None
+def _blocks_backward(block: int, residuals, dy_RD):
+    x_RD, pre, h_RF, weights, slot_of_block, used_blocks = residuals
+
+    def inputs(i, carry):
+        w, dy_bD = _at(weights, slot_of_block[i]), _rows(dy_RD, i, block)
+        pre_b = {name: _rows(value, i, block) for name, value in pre.items()}
+        dpre_b = jax.vjp(_activate, pre_b)[1](dy_bD @ w["down"].T)[0]
+        dx_bD = sum(dpre_b[name] @ w[name].T for name in pre_b)
+        return _write(carry, (dx_bD, dpre_b), i, block)
+
+    zeros = jax.tree.map(jnp.zeros_like, (x_RD, pre))
+    dx_RD, dpre = jax.lax.fori_loop(0, used_blocks, inputs, zeros)
+
+    def of_weights(i, total):
+        slot, dy_bD = slot_of_block[i], _rows(dy_RD, i, block)
+        x_bD, h_bF = _rows(x_RD, i, block), _rows(h_RF, i, block)
+        dpre_b = {name: _rows(value, i, block) for name, value in dpre.items()}
+        dw = {name: x_bD.T @ value for name, value in dpre_b.items()}
+        dw["down"] = h_bF.T @ dy_bD
+        if "up_bias" in total:
+            dw["up_bias"] = jnp.sum(dpre_b["up"], axis=0)
+            dw["down_bias"] = jnp.sum(dy_bD, axis=0)
+        return jax.tree.map(lambda t, add: t.at[slot].add(add), total, dw)
+
+    zeros = jax.tree.map(jnp.zeros_like, weights)
+    dweights = jax.lax.fori_loop(0, used_blocks, of_weights, zeros)
+    return dx_RD, dweights, None, None
 
 
-def _weight_gradient(x, dy, w, slot_of_block, used_blocks, block: int):
-    """For each slot the sum over its rows of x^T dy."""
-
-    def body(i, dw_pIO):
-        x_bI = jax.lax.dynamic_slice_in_dim(x, i * block, block)
-        dy_bO = jax.lax.dynamic_slice_in_dim(dy, i * block, block)
-        slot = slot_of_block[i]
-        sum_IO = jax.lax.dynamic_index_in_dim(dw_pIO, slot, keepdims=False)
-        sum_IO += x_bI.T @ dy_bO
-        return jax.lax.dynamic_update_index_in_dim(dw_pIO, sum_IO, slot, 0)
-
-    return jax.lax.fori_loop(0, used_blocks, body, jnp.zeros_like(w))
+_blocks.defvjp(_blocks_forward, _blocks_backward)
 
 
-_blocks_product.defvjp(_blocks_forward, _blocks_backward)
+def _at(weights: Weights, slot: jax.Array) -> Weights:
+    """The weights of one slot."""
+    take = partial(jax.lax.dynamic_index_in_dim, index=slot, keepdims=False)
+    return jax.tree.map(take, weights)
+
+
+def _rows(x: jax.Array, i: jax.Array, block: int) -> jax.Array:
+    """The rows of block i."""
+    return jax.lax.dynamic_slice_in_dim(x, i * block, block)
+
+
+def _write(arrays: Any, rows: Any, i: jax.Array, block: int) -> Any:
+    """Puts block i's rows into each array of a tree."""
+    write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * block, axis=0)
+    return jax.tree.map(write, arrays, rows)

@@ -16,6 +16,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
+from jaxmoe import config as config_lib
 from jaxmoe.config import Model, MoE
 from jaxmoe.layers.mlp import Mlp
 from jaxmoe.moe.dispatch import choose_block, combine, dispatch
@@ -44,13 +45,12 @@ class MoELayer(nnx.Module):
 
     def __init__(self, model: Model, moe: MoE, *, rngs: nnx.Rngs):
         self.moe = moe
-        self.group_tokens = moe.group_size(model)
-        hidden = moe.hidden_width(model)
+        self.group_tokens = config_lib.group_tokens(model, moe)
+        hidden = config_lib.expert_width(model, moe)
         self.router = Router(model, moe, self.group_tokens, rngs=rngs)
         self.experts = Experts(model, moe.num_experts, hidden, rngs=rngs)
-        self.shared = None
-        if moe.num_shared_experts:
-            self.shared = Mlp(model, hidden * moe.num_shared_experts, rngs=rngs)
+        shared = hidden * moe.num_shared_experts
+        self.shared = Mlp(model, shared, rngs=rngs) if shared else None
 
     def __call__(
         self, x_BSD: Float[Array, "B S D"], valid_BS: Bool[Array, "B S"], axis_size: int

@@ -147,9 +147,9 @@ class Router(nnx.Module):
         self.router_kernel = normal_param(
             rngs, shape, ("width", None), model.init_std
         )
-        self.bias = None
-        if moe.router == "grouped_sigmoid":
-            self.bias = Buffer(jnp.zeros((moe.num_experts,)), logical_axes=(None,))
+        biased = moe.router == "grouped_sigmoid"
+        zeros = jnp.zeros((moe.num_experts,), jnp.float32)
+        self.bias = Buffer(zeros, logical_axes=(None,)) if biased else None
 
     def __call__(
         self, x_TD: Float[Array, "T D"], valid_T: Bool[Array, " T"]
