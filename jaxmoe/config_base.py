@@ -49,13 +49,16 @@ def option(
     return dataclasses.field(default=default, metadata={"doc": doc, **bounds})
 
 
-def check_bounds(name: str, field: dataclasses.Field[Any], value: object) -> None:
+def check_bounds(
+    name: str, field: dataclasses.Field[Any], value: object, *, place: str = ""
+) -> None:
     """Checks one number against the range of its field; anything else passes.
 
     Args:
       name: As on the command line, e.g. 'MoE.top_k'.
       field: The field, made by `option`.
       value: The value.
+      place: What the message adds to the value, e.g. ' (command line)'.
 
     Raises:
       ConfigError: if the value is outside, or not a finite number.
@@ -66,7 +69,7 @@ def check_bounds(name: str, field: dataclasses.Field[Any], value: object) -> Non
     low, above, high, below = (bounds[k] for k in ("low", "above", "high", "below"))
     if isinstance(value, int) and high is None and below is None:
         high = LARGEST_INT
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         fact, rule = "is no value", "NaN and infinity are refused"
     elif low is not None and value < low:
         fact, rule = "is too small", f"it must be at least {low:g}"
@@ -79,7 +82,7 @@ def check_bounds(name: str, field: dataclasses.Field[Any], value: object) -> Non
     else:
         return
     raise mistake(
-        f"{name}={shown(value)} {fact}",
+        f"{name}={shown(value)}{place} {fact}",
         rule,
         f"Set {name}={field.default!r} (the default)",
     )
@@ -111,7 +114,7 @@ def check_multiple(
     """
     if value % parts:
         raise mistake(
-            f"{name}={value} cannot be split by {parts_name}={parts}",
+            f"{name}={value} cannot be split evenly by {parts_name}={parts}",
             rule,
             f"Set {name}={near(value, math.lcm(parts, step), low)}, or"
             f" {parts_name}={choice(closest(all_divisors(value), parts))}",
@@ -196,3 +199,18 @@ def shown(value: object) -> str:
     except ValueError:  # Python refuses to write out integers of thousands of digits
         return "a number of thousands of digits"
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def shown_path(path: str) -> str:
+    """A path in messages: relative where it is below the current folder."""
+    try:
+        relative = os.path.relpath(path)
+    except (ValueError, OSError):  # no path, another drive, no current folder
+        relative = os.pardir
+    text = printable(path if relative.startswith(os.pardir) else relative)
+    return text if len(text) <= 200 else f"...{text[-197:]}"
+
+
+def printable(text: str) -> str:
+    """A text with escapes in place of what cannot be printed."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
