@@ -171,7 +171,7 @@ class Checkpointer:
         """`name`, `shape` and `dtype` of each leaf saved at a step."""
         return self._body(step)["leaves"]
 
-    def restore(self, step: int, abstract_tree: Any) -> Any:
+    def restore(self, step: int, abstract_tree: Any, *, partial: bool = False) -> Any:
         """The tree saved at a step, on the mesh and shardings asked for.
 
         The next save() of this object goes on from here: see discard_after().
@@ -180,6 +180,7 @@ class Checkpointer:
           step: One that verifies, as latest() gives.
           abstract_tree: jax.ShapeDtypeStructs; with a .sharding the leaf comes as
             jax.Array, without as numpy array, for a Python number as that number.
+          partial: Leaves that are saved but not asked for are left alone.
 
         Raises:
           ConfigError: naming every leaf that is missing, extra, or of another shape or
@@ -192,7 +193,11 @@ class Checkpointer:
             self._on_first(lambda: self._folder.verify(step) or 0)
         except Broken as reason:
             raise self._unusable(step, reason) from None
-        if lines := tree_names.differences(self.leaves(step), abstract_tree):
+        saved = self.leaves(step)
+        if partial:
+            asked = tree_names.named_leaves(abstract_tree)
+            saved = [leaf for leaf in saved if leaf["name"] in asked]
+        if lines := tree_names.differences(saved, abstract_tree):
             raise ConfigError(
                 f"the checkpoint {folder} does not fit the model and optimizer of this"
                 f" run in {len(lines)} of its arrays:\n  " + "\n  ".join(lines) + "\n"
@@ -206,7 +211,9 @@ class Checkpointer:
             restored = self._io().restore(
                 folder / ARRAYS,
                 args=_orbax().args.PyTreeRestore(
-                    item=item, restore_args=jax.tree.map(_restore_args, item)
+                    item=item,
+                    restore_args=jax.tree.map(_restore_args, item),
+                    partial_restore=partial,
                 ),
             )
         except Exception as error:

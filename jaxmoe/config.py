@@ -111,6 +111,9 @@ class MoE:
         "top_k",
         "softmax top-k; k top-1 prototypes (M6-T); group-limited sigmoid (DeepSeek-V3)",
     )
+    normalize_weights: bool = option(
+        False, "the weights of a token's experts are divided by their sum ('top_k')"
+    )
     expert_width: int | Auto = option(
         "auto", "hidden width of an expert; 'auto': Model.ffn_width", low=1
     )

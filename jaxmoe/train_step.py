@@ -13,6 +13,7 @@ E experts.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -82,7 +83,7 @@ class Setup:
     """
 
     def __init__(self, config: Config, mesh: Mesh, vocab_size: int):
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh, self.vocab_size = config, mesh, vocab_size
         self.init_params = partial(
             model_lib.create, config.model, config.moe, vocab_size, config.train.seed
         )
@@ -101,9 +102,24 @@ class Setup:
             self.abstract_params,
             self.compute_specs,
         )
-        self.abstract_state = jax.eval_shape(self._initial_state)
-        self.state_sharding = sharding.named(mesh, self._state_specs())
+        shapes = jax.eval_shape(self._initial_state)
+        self.state_sharding = sharding.named(mesh, self._state_specs(shapes.optimizer))
+        self.abstract_state = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=sharding
+            ),
+            shapes,
+            self.state_sharding,
+        )
         self.batch_sharding = jax.sharding.NamedSharding(mesh, BATCH_SPEC)
+
+    def for_inference(self) -> Setup:
+        """The same model and layouts, with experts that drop no token."""
+        exact = dataclasses.replace(
+            self.config.moe, capacity_factor=None, buffer_factor=None
+        )
+        config = dataclasses.replace(self.config, moe=exact)
+        return Setup(config, self.mesh, self.vocab_size)
 
     def initial_state(self) -> TrainState:
         """The state before the first update; the same on every mesh, bitwise."""
@@ -220,7 +236,7 @@ class Setup:
             optimizer=self.optimizer.init(params),
         )
 
-    def _state_specs(self) -> TrainState:
+    def _state_specs(self, optimizer: Any) -> TrainState:
         """The master layout of the whole state; optimizer arrays follow parameters."""
 
         def follow(leaf, param, spec):
@@ -228,15 +244,15 @@ class Setup:
                 return spec
             return sharding.master_spec(leaf.shape, P(), self.mesh)  # factored moments
 
-        optimizer = optax.tree_utils.tree_map_params(
+        specs = optax.tree_utils.tree_map_params(
             self.optimizer,
             follow,
-            self.abstract_state.optimizer,
+            optimizer,
             self.abstract_params,
             self.master_specs,
             transform_non_params=lambda _: P(),
         )
-        return TrainState(P(), self.master_specs, self.buffer_specs, optimizer)
+        return TrainState(P(), self.master_specs, self.buffer_specs, specs)
 
     def _update_buffers(self, buffers: Any, stats: MoEStats | None) -> Any:
         rate = self.config.moe.bias_update_rate

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floor 7. The command line: `jaxmoe COMMAND`, `python -m jaxmoe COMMAND`, train.py.
+
+Nothing of JAX is imported before the command is known and its configuration is right.
+
+Exit codes: 0 done; 1 a failure at run time; 2 the user's mistake, told in one message;
+75 stopped by a signal after saving.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from jaxmoe import __version__, gin_config
+from jaxmoe.config import ConfigError
+
+EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED = 1, 2, 75
+
+_USAGE = """\
+usage: jaxmoe COMMAND [--gin_file=FILE] [--gin.X.y=VALUE] [options]
+
+  train     train a model: [--workdir=DIR]; a run found in DIR goes on
+  eval      evaluate a finished run: --workdir=DIR [--json]
+
+Every option of the configuration is set with --gin.SECTION.FIELD=VALUE, for example
+--gin.MoE.num_experts=16 or --gin.Train.steps=200; --gin_file=FILE may be repeated.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands: dict[str, Callable[[list[str]], int]] = {"train": _train, "eval": _eval}
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_USAGE, end="")
+        return 0
+    if arguments[0] == "--version":
+        print(f"jaxmoe {__version__}")
+        return 0
+    try:
+        if arguments[0] not in commands:
+            raise ConfigError(
+                f"there is no command {arguments[0]!r}. The commands are"
+                f" {', '.join(commands)}. Try `jaxmoe train`."
+            )
+        return commands[arguments[0]](arguments[1:])
+    except ConfigError as mistake:
+        print(f"jaxmoe: {mistake}", file=sys.stderr)
+        return EXIT_MISTAKE
+
+
+def _train(arguments: list[str]) -> int:
+    files, bindings, rest = gin_config.split_arguments(arguments)
+    if "-h" in rest or "--help" in rest:
+        print(_USAGE, end="")
+        return 0
+    options = _parser("train").parse_args(rest)
+    loaded = gin_config.load(files, bindings)
+    config_text = gin_config.to_gin(loaded.config, loaded.provenance)
+    workdir = Path(options.workdir or _new_workdir(files)).absolute()
+    if workdir.is_file():
+        raise ConfigError(
+            f"--workdir={options.workdir} is a file. It must be a folder, or not exist"
+            " yet. Name another."
+        )
+
+    # Imported here: an error above costs no start of JAX.
+    from jaxmoe.checkpoint import CheckpointError
+    from jaxmoe.trainer import RunError, Stopped, Trainer
+
+    print(config_text)
+    trainer = Trainer(loaded.config, workdir, config_text)
+    print(
+        f"{trainer.platform}: mesh {trainer.sizes} ({trainer.sizes.reason})\n"
+        f"run folder: {workdir}",
+        flush=True,
+    )
+    try:
+        summary = trainer.run()
+    except Stopped as stopped:
+        print(f"jaxmoe: {stopped}", file=sys.stderr)
+        return EXIT_STOPPED
+    except (RunError, CheckpointError) as failure:
+        print(f"jaxmoe: {failure}", file=sys.stderr)
+        return EXIT_FAILED
+    for name, value in summary.items():
+        print(f"{name:28} {value:.4g}" if isinstance(value, float) else f"{name:28} {value}")
+    return 0
+
+
+def _eval(arguments: list[str]) -> int:
+    """Evaluates the newest checkpoint of a run folder with the run's own configuration."""
+    parser = _parser("eval")
+    parser.add_argument("--json", action="store_true")
+    files, bindings, rest = gin_config.split_arguments(arguments)
+    options = parser.parse_args(rest)
+    saved = Path(options.workdir or ".") / "config.gin"
+    if not options.workdir or not saved.is_file():
+        raise ConfigError(
+            f"--workdir={options.workdir} is not a run folder: it has no config.gin."
+            " `jaxmoe eval` evaluates a run. Name the folder that train wrote."
+        )
+    loaded = gin_config.load([str(saved), *files], bindings)
+
+    from jaxmoe.trainer import evaluate_run
+
+    figures = evaluate_run(loaded.config, Path(options.workdir).absolute())
+    for name, value in figures.items():
+        print(f"{name:28} {value:.4g}")
+    if options.json:
+        print(json.dumps(figures))
+    return 0
+
+
+def _new_workdir(files: Sequence[str]) -> str:
+    name = Path(files[-1]).stem if files else "m6_digits"
+    return f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Tells a mistake as everything else here does."""
+
+    def error(self, message: str):
+        raise ConfigError(f"{self.prog}: {message}. `jaxmoe --help` lists the options.")
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    parser = _Parser(prog=f"jaxmoe {command}", add_help=False, allow_abbrev=False)
+    parser.add_argument("--workdir", default="")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
