@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Floor 5. What a run tells: metrics.jsonl, summary.json, TensorBoard, the terminal.
 
-metrics.jsonl holds one JSON object per logged step, `step` first, and reads as one
-unbroken run: a run that resumes at step k first drops the lines of later steps. JSON
-has no NaN; what is not finite is written as the string "NaN", "Infinity" or
-"-Infinity", and read() (like Python's float()) makes numbers of them again.
+metrics.jsonl (see metrics_file) reads as one unbroken run: a run that resumes at step k
+first drops the lines of later steps.
 
 Legend: L MoE layers, E experts.
 """
@@ -13,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import os
 import sys
@@ -25,67 +22,11 @@ from typing import IO, Any
 import numpy as np
 
 from jaxmoe.checkpoint_folder import write_atomically
+from jaxmoe.metrics_file import METRICS, lines, numbers, plain
+from jaxmoe.metrics_file import read as read
 
-METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 TENSORBOARD = "tensorboard"
-_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
-
-_log = logging.getLogger(__name__)
-
-
-# Values and lines ------------------------------------------------------------------
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON takes it: arrays as lists, what is not finite as a string."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else _NAMES[repr(value)]
-    return _plain(np.asarray(value).tolist())
-
-
-def _numbers(value: Any) -> Any:
-    """The reverse of _plain for what is not finite."""
-    if isinstance(value, dict):
-        return {key: _numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_numbers(item) for item in value]
-    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
-
-
-def _is_metric(values: Any) -> bool:
-    return isinstance(values, dict) and isinstance(values.get("step"), int | float)
-
-
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The whole lines of a metrics file and what they say. Broken ones are left out."""
-    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
-        for number, line in enumerate(file, 1):
-            values = None
-            with contextlib.suppress(ValueError):
-                values = json.loads(line)
-            if line.endswith("\n") and _is_metric(values):
-                yield line, values
-            elif line.endswith("\n"):  # half a line at the end is what a kill leaves
-                _log.warning("skipped line %d of %s: it is not a metric", number, path)
-
-
-def read(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The logged steps of a run folder, in the order written; none if there is no file.
-
-    Half a line at the end, as a killed run leaves it, is left out.
-    """
-    path = Path(workdir) / METRICS
-    if not path.exists():
-        return []
-    return [_numbers(values) for _, values in _lines(path)]
 
 
 # Statistics ------------------------------------------------------------------------
@@ -163,7 +104,7 @@ class _Board:
         """Numbers as scalars; of lists, the smallest, mean and largest entry."""
         scalars = []
         for name, value in values.items():
-            array = np.asarray(_numbers(value))
+            array = np.asarray(numbers(value))
             if array.dtype.kind not in "biuf" or not array.size:
                 continue
             array = array.astype(np.float64)
@@ -214,7 +155,7 @@ class MetricsWriter:
         if active:
             with _naming(self._path):
                 self._workdir.mkdir(parents=True, exist_ok=True)
-                self._drop_lines()
+                self._droplines()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -237,7 +178,7 @@ class MetricsWriter:
             return
         assert not self._closed, "write() after close()"
         assert "step" not in values, "the step is an argument of its own"
-        values = _plain(values)
+        values = plain(values)
         line = json.dumps({"step": int(step), **values}, allow_nan=False)
         with _naming(self._path):
             self._append(line + "\n")
@@ -249,7 +190,7 @@ class MetricsWriter:
     def summary(self, values: Mapping[str, Any]) -> None:
         """Writes summary.json: at any moment the old or the new one is there, whole."""
         if self._active:
-            text = json.dumps(_plain(values), indent=1, allow_nan=False)
+            text = json.dumps(plain(values), indent=1, allow_nan=False)
             with _naming(self._workdir / SUMMARY):
                 write_atomically(self._workdir / SUMMARY, text + "\n")
 
@@ -272,14 +213,14 @@ class MetricsWriter:
                 file.truncate(size)
                 raise
 
-    def _drop_lines(self) -> None:
+    def _droplines(self) -> None:
         """Leaves the whole lines up to the step the run goes on from."""
         if not self._path.exists():
             return
         last = math.inf if self._resume_step is None else self._resume_step
         temporary = self._path.with_name(METRICS + ".tmp")
         with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-            for line, values in _lines(self._path):
+            for line, values in lines(self._path):
                 if values["step"] <= last:
                     file.write(line)
             file.flush()

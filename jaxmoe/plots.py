@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxmoe import metrics
+from jaxmoe import metrics_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +51,7 @@ def write_plots(workdir: str | os.PathLike[str]) -> list[Path]:
     Returns:
       The files written, in the order of the module's table.
     """
-    rows = metrics.read(workdir)
+    rows = metrics_file.read(workdir)
     drawings: tuple[tuple[str, Callable[[Rows], Figure | None]], ...] = (
         ("loss", _loss),
         ("learning_rate", _learning_rate),

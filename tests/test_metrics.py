@@ -73,12 +73,15 @@ def test_every_kind_of_number_is_plain(tmp_path):
 def test_what_is_not_finite_is_valid_json_and_comes_back(tmp_path):
     bad = [math.nan, math.inf, -math.inf]
     with MetricsWriter(tmp_path) as writer:
-        writer.write(1, {"loss": np.float32(math.nan), "layers": [bad, jnp.array(bad)]})
+        layers = [bad, jnp.array(bad), [np.float64(x) for x in bad]]
+        writer.write(1, {"loss": np.float32(math.nan), "layers": layers})
     (line,) = lines(tmp_path)
     assert line["loss"] == "NaN"
-    assert line["layers"] == [["NaN", "Infinity", "-Infinity"]] * 2
+    assert line["layers"] == [["NaN", "Infinity", "-Infinity"]] * 3
     (values,) = metrics.read(tmp_path)
-    np.testing.assert_equal(values, {"step": 1, "loss": math.nan, "layers": [bad, bad]})
+    np.testing.assert_equal(
+        values, {"step": 1, "loss": math.nan, "layers": [bad, bad, bad]}
+    )
     assert math.isnan(float(line["loss"])), "as Python's float() reads it"
 
 
@@ -122,6 +125,14 @@ def test_a_broken_line_inside_is_named(tmp_path, caplog):
     )
     assert [line["step"] for line in metrics.read(tmp_path)] == [1, 2]
     assert [record.args[0] for record in caplog.records] == [2, 3, 4]
+
+
+def test_what_is_not_a_number_is_refused(tmp_path):
+    with (
+        MetricsWriter(tmp_path) as writer,
+        pytest.raises(TypeError, match="not a metric"),
+    ):
+        writer.write(1, {"loss": object()})
 
 
 def test_inactive_writes_nothing(tmp_path):

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxmoe import plots
+from jaxmoe import metrics, plots
 from jaxmoe.metrics import MetricsWriter
 
 NAMES = ["loss.png", "learning_rate.png", "expert_load.png", "balance.png"]
@@ -97,7 +97,7 @@ def test_any_number_of_layers_experts_and_steps(tmp_path, shape, steps):
 
 def test_a_changed_number_of_experts_draws_the_newest(tmp_path):
     load = {"expert_load": lambda step: [[1] * (4 if step < 3 else 8)]}
-    rows = plots.metrics.read(logged(tmp_path, range(1, 6), **load))
+    rows = metrics.read(logged(tmp_path, range(1, 6), **load))
     steps, loads = plots._loads(rows)
     assert steps.tolist() == [3, 4, 5]
     assert loads.shape == (3, 1, 8)
