@@ -144,9 +144,7 @@ class Router(nnx.Module):
         self.moe, self.group_tokens = moe, group_tokens
         shape = (model.width, moe.num_experts)
         # "router" in the name: this leaf is never cast below float32, never decayed.
-        self.router_kernel = normal_param(
-            rngs, shape, ("width", None), model.init_std
-        )
+        self.router_kernel = normal_param(rngs, shape, ("width", None), model.init_std)
         biased = moe.router == "grouped_sigmoid"
         zeros = jnp.zeros((moe.num_experts,), jnp.float32)
         self.bias = Buffer(zeros, logical_axes=(None,)) if biased else None
@@ -154,9 +152,14 @@ class Router(nnx.Module):
     def __call__(
         self, x_TD: Float[Array, "T D"], valid_T: Bool[Array, " T"]
     ) -> Routing:
-        """Routes the tokens of this device; where `valid_T` is False nothing is sent."""
+        """Routes the tokens of this device; where `valid_T` is False nothing goes."""
         moe, E = self.moe, self.moe.num_experts
-        logits_TE = x_TD.astype(jnp.float32) @ self.router_kernel[...]
+        # The default precision is bfloat16 on TPU and TF32 on GPU, also for float32.
+        logits_TE = jnp.dot(
+            x_TD.astype(jnp.float32),
+            self.router_kernel[...],
+            precision=jax.lax.Precision.HIGHEST,
+        )
         if self.bias is not None:
             ids_TK, weights_TK, probs_TE = grouped_sigmoid(
                 logits_TE, self.bias[...], moe
@@ -170,7 +173,9 @@ class Router(nnx.Module):
         ids_GNK = ids_TK.reshape(*grouped, moe.top_k)
         valid_GN = valid_T.reshape(grouped)
         load_GE = balance.count_tokens(ids_GNK, E)
-        balance_G = balance.switch_loss(probs_TE.reshape(*grouped, E), load_GE, valid_GN)
+        balance_G = balance.switch_loss(
+            probs_TE.reshape(*grouped, E), load_GE, valid_GN
+        )
         z_G = balance.z_loss(logits_TE.reshape(*grouped, E), valid_GN)
         dropped = jnp.zeros((), jnp.int32)
         if moe.capacity_factor is not None:

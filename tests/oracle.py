@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain re-statements of the model's mathematics, slow and easy to check by eye.
+
+Choices are made by loops over tokens in NumPy. The mixture-of-experts layer is dense:
+every expert is applied to every token, and what was not chosen is masked.
+
+Legend: T tokens, D width, F hidden width, E experts, K experts per token, S positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe.config import MoE
+
+# One tolerance for "equal in float32, summed in another order".
+RELATIVE = 1e-5
+
+
+def assert_close(got: Any, want: Any, *, relative: float = RELATIVE) -> None:
+    """Every leaf differs by at most `relative` of the leaf's largest magnitude."""
+    got_leaves = jax.tree_util.tree_leaves_with_path(got)
+    want_leaves = jax.tree_util.tree_leaves_with_path(want)
+    assert [p for p, _ in got_leaves] == [p for p, _ in want_leaves]
+    for (path, a), (_, b) in zip(got_leaves, want_leaves, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        name = jax.tree_util.keystr(path)
+        assert a.shape == b.shape, (name, a.shape, b.shape)
+        assert np.isfinite(a).all(), f"{name} is not finite"
+        scale = np.abs(b).max(initial=0.0)
+        error = np.abs(a - b).max(initial=0.0)
+        assert error <= relative * scale, f"{name}: {error:.3g} of {scale:.3g}"
+
+
+def best(scores: np.ndarray, k: int) -> list[int]:
+    """The k largest, by falling score, ties to the lower index."""
+    return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]
+
+
+def choose(logits_TE: np.ndarray, moe: MoE, bias_E: np.ndarray | None = None):
+    """Expert ids [T, K] as the router of `moe` picks them, one token at a time."""
+    T, E = logits_TE.shape
+    chosen = []
+    for t in range(T):
+        logits = logits_TE[t]
+        if moe.router == "top_k":
+            chosen.append(best(logits, moe.top_k))
+        elif moe.router == "prototype":
+            size = E // moe.top_k
+            parts = [range(k * size, (k + 1) * size) for k in range(moe.top_k)]
+            chosen.append([p[best(logits[p], 1)[0]] for p in parts])
+        else:
+            biased = 1 / (1 + np.exp(-logits)) + (0 if bias_E is None else bias_E)
+            size = E // moe.num_groups
+            groups = biased.reshape(moe.num_groups, size)
+            score = np.array([np.sort(group)[-2:].sum() for group in groups])
+            kept = best(score, moe.top_groups)
+            outside = [e for e in range(E) if e // size not in kept]
+            biased[outside] = -np.inf
+            chosen.append(best(biased, moe.top_k))
+    return np.array(chosen)
+
+
+def keep(ids_TK: np.ndarray, valid_T: np.ndarray, group: int, limit: int):
+    """Which assignments fit: first choices first, then earlier tokens, per group."""
+    T, K = ids_TK.shape
+    kept = np.zeros((T, K), bool)
+    for start in range(0, T, group):
+        taken: dict[int, int] = {}
+        for k in range(K):
+            for t in range(start, start + group):
+                if not valid_T[t]:
+                    continue
+                expert = int(ids_TK[t, k])
+                kept[t, k] = taken.get(expert, 0) < limit
+                taken[expert] = taken.get(expert, 0) + 1
+    return kept
+
+
+def one_hot(ids_TK: np.ndarray, where_TK: np.ndarray, num_experts: int) -> np.ndarray:
+    """[T, E]: True where token t has expert e among its assignments in `where_TK`."""
+    mask = np.zeros((ids_TK.shape[0], num_experts), bool)
+    for t, k in np.argwhere(where_TK):
+        mask[t, ids_TK[t, k]] = True
+    return mask
+
+
+def weights(logits_TE: jax.Array, chosen_TE: np.ndarray, moe: MoE):
+    """(weight of each chosen expert, probabilities for the balance loss), [T, E]."""
+    T, E = logits_TE.shape
+    if moe.router == "grouped_sigmoid":
+        scores = 1 / (1 + jnp.exp(-logits_TE))
+        chosen = scores * chosen_TE
+        total = jnp.sum(chosen, axis=1, keepdims=True)
+        total = jnp.where(total > 0, total, 1.0)
+        probs = scores / jnp.sum(scores, axis=1, keepdims=True)
+        return moe.route_scale * chosen / total, probs
+    parts = moe.top_k if moe.router == "prototype" else 1
+    exp = jnp.exp(logits_TE).reshape(T, parts, E // parts)
+    probs = (exp / jnp.sum(exp, axis=2, keepdims=True)).reshape(T, E)
+    chosen = probs * chosen_TE
+    if moe.normalize_weights and moe.router == "top_k":
+        chosen /= jnp.maximum(jnp.sum(chosen, axis=1, keepdims=True), 1e-9)
+    return chosen, probs / parts
+
+
+def activation(pre: jax.Array, gate: jax.Array | None) -> jax.Array:
+    """GELU (tanh form), or silu(gate) * pre."""
+    if gate is not None:
+        return gate / (1 + jnp.exp(-gate)) * pre
+    inner = math.sqrt(2 / math.pi) * (pre + 0.044715 * pre**3)
+    return 0.5 * pre * (1 + jnp.tanh(inner))
+
+
+def feed_forward(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """One feed-forward part; `w` has up and down, perhaps gate and biases."""
+    pre = x @ w["up"] + (w["up_bias"][None] if "up_bias" in w else 0.0)
+    h = activation(pre, x @ w["gate"] if "gate" in w else None)
+    return h @ w["down"] + (w["down_bias"][None] if "down_bias" in w else 0.0)
+
+
+def moe_layer(
+    params: dict[str, Any],
+    x_TD: jax.Array,
+    valid_T: np.ndarray,
+    chosen_TE: np.ndarray,
+    kept_TE: np.ndarray,
+    moe: MoE,
+    group: int,
+):
+    """Output, and the sums over routing groups of the balance loss and the z-loss.
+
+    Args:
+      chosen_TE, kept_TE: each token's experts, before and after drops; none in padding.
+    """
+    E = chosen_TE.shape[1]
+    logits_TE = x_TD @ params["router"]["router_kernel"]
+    weights_TE, probs_TE = weights(logits_TE, chosen_TE, moe)
+    weights_TE = weights_TE * kept_TE
+    out_ETD = jax.vmap(feed_forward, in_axes=(0, None))(params["experts"], x_TD)
+    y_TD = jnp.sum(weights_TE.T[:, :, None] * out_ETD, axis=0)
+    if "shared" in params:
+        y_TD += feed_forward(params["shared"], x_TD)
+    real_GN = valid_T.reshape(-1, group)
+    number_G = jnp.maximum(real_GN.sum(1), 1)
+    load_GE = chosen_TE.reshape(-1, group, E).sum(1)
+    share_GE = load_GE / (number_G * moe.top_k)[:, None]
+    probs_GNE = probs_TE.reshape(-1, group, E) * real_GN[:, :, None]
+    mean_GE = probs_GNE.sum(1) / number_G[:, None]
+    z_T = jnp.log(jnp.sum(jnp.exp(logits_TE), axis=1)) ** 2
+    z_G = (z_T.reshape(-1, group) * real_GN).sum(1) / number_G
+    return y_TD, E * jnp.sum(share_GE * mean_GE), jnp.sum(z_G)
+
+
+def attention_mask(sequence_S: list[int], decoder_S: list[bool]) -> np.ndarray:
+    """[S, S] of one row: who sees whom, straight from the rule."""
+    S = len(sequence_S)
+    seen = np.zeros((S, S), bool)
+    for i in range(S):
+        for j in range(S):
+            same = sequence_S[i] == sequence_S[j] != 0
+            causal = decoder_S[i] and j <= i
+            seen[i, j] = i == j or (same and (not decoder_S[j] or causal))
+    return seen
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Every equation of a jaxpr and of the jaxprs inside it."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            inner = value if isinstance(value, (tuple, list)) else (value,)
+            for candidate in inner:
+                if hasattr(candidate, "eqns") or hasattr(candidate, "jaxpr"):
+                    yield from equations(candidate)
+
+
+def count(jaxpr: Any, primitive: str) -> int:
+    """How often a primitive stands in a jaxpr, at any depth."""
+    return sum(e.primitive.name == primitive for e in equations(jaxpr))
+
+
+def largest(jaxpr: Any) -> int:
+    """Elements of the largest value that any equation makes."""
+    sizes = [math.prod(v.aval.shape) for e in equations(jaxpr) for v in e.outvars]
+    return max(sizes)
