@@ -53,7 +53,9 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B S D"], MoEStats | None]:
         """Applies the block; `axis_size` is the number of devices along `expert`."""
         attend = partial(self.attention, mask=mask)
-        x_BSD, _ = self._residual(self.attention_norm, lambda h: (attend(h), None), x_BSD)
+        x_BSD, _ = self._residual(
+            self.attention_norm, lambda h: (attend(h), None), x_BSD
+        )
         if self.moe is None:
             assert self.mlp is not None
             mlp = self.mlp
@@ -148,7 +150,7 @@ def _apply_block(graph, state, x_BSD, mask, valid_BS, *, axis_size: int):
 
 
 def _remat(policy: str, apply: Callable) -> Callable:
-    """Recomputes in the backward pass what `policy` names, never the expert exchange."""
+    """Recomputes in the backward pass as `policy` says, never the expert exchange."""
     if policy == "none":
         return apply
     saved = jax.checkpoint_policies.save_only_these_names(EXCHANGE)

@@ -135,7 +135,9 @@ def dispatch(
         R = layout.slot_of_block.size * block
         row = jnp.where(flat < num_slots, starts[slot] + rank - first[slot], R)
         source = _invert(row, R)
-        rows = take_rows(x_TD, source // K, row.reshape(T, K))  # N -> T: none stays none
+        rows = take_rows(
+            x_TD, source // K, row.reshape(T, K)
+        )  # N -> T: none stays none
         zero = jnp.zeros((), jnp.int32)
         return rows, layout, Route(row.reshape(T, K), source, None, None, zero)
 
@@ -208,7 +210,7 @@ def _place_received(sizes_Xp: jax.Array, W: int, block: int):
     layout, starts_p = _layout(jnp.sum(sizes_Xp, axis=0), rows, block)
     ends_Xp = jnp.cumsum(sizes_Xp, axis=1)
     index_W = jnp.arange(W)
-    # Places of one source are sorted by slot: i belongs to the first slot ending past i.
+    # Places of a source are sorted by slot: i belongs to the first slot ending past i.
     find = partial(jnp.searchsorted, side="right")
     slot_XW = jax.vmap(find, in_axes=(0, None))(ends_Xp, index_W)
     filled = slot_XW < p

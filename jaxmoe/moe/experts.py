@@ -25,7 +25,6 @@ from jaxmoe.config import Model
 from jaxmoe.layers.linear import no_param, normal_param, zeros_param
 from jaxmoe.moe.dispatch import Layout
 
-
 Weights = dict[str, jax.Array]  # up, gate, down, up_bias, down_bias: those there are
 
 
@@ -34,7 +33,10 @@ class Experts(nnx.Module):
 
     def __init__(self, model: Model, num_experts: int, hidden: int, *, rngs: nnx.Rngs):
         E, D, F, std = num_experts, model.width, hidden, model.init_std
-        up_axes, down_axes = ("expert", "width", "hidden"), ("expert", "hidden", "width")
+        up_axes, down_axes = (
+            ("expert", "width", "hidden"),
+            ("expert", "hidden", "width"),
+        )
         gate = normal_param if model.activation == "swiglu" else no_param
         bias = zeros_param if model.use_bias else no_param
         self.gate = gate(rngs, (E, D, F), up_axes, std)
@@ -43,8 +45,10 @@ class Experts(nnx.Module):
         self.up_bias = bias((E, F), ("expert", "hidden"))
         self.down_bias = bias((E, D), ("expert", "width"))
 
-    def __call__(self, x_RD: Float[Array, "R D"], layout: Layout) -> Float[Array, "R D"]:
-        """Applies each slot's expert to its rows. Rows of no slot come out undefined."""
+    def __call__(
+        self, x_RD: Float[Array, "R D"], layout: Layout
+    ) -> Float[Array, "R D"]:
+        """Applies each slot's expert to its rows; rows of no slot are undefined."""
         names = ("up", "gate", "down", "up_bias", "down_bias")
         found = {name: getattr(self, name) for name in names}
         weights = {name: w[...] for name, w in found.items() if w is not None}
