@@ -60,7 +60,7 @@ def loss_sums(
     )
 
 
-def count_targets(task: Int[Array, ...]) -> Float[Array, ""]:
+def count_targets(task: Int[Array, "*batch"]) -> Float[Array, ""]:
     """Target tokens of a batch, of any shape."""
     return jnp.sum(task > 0, dtype=jnp.float32)
 
