@@ -182,15 +182,13 @@ def check_name(scope: str, selector: str, field: str, place: str) -> str:
 
 def _like(selector: str, field: str) -> str:
     """The known field that was probably meant, or all that there are."""
-    same = [name for name in FIELDS if name.split(".")[1].lower() == field.lower()]
-    inside = [name for name in FIELDS if name.startswith(f"{selector}.")]
-    if same:
-        section = nearest(selector, [name.split(".")[0] for name in same])
-        return next((name for name in same if name.startswith(f"{section}.")), same[0])
-    wanted = f"{selector}.{field}"
-    sections = choice([section.__name__ for section in SECTIONS])
-    return (
-        nearest(wanted, inside)
-        or nearest(wanted, FIELDS)
-        or (choice(inside) if inside else f"a field of {sections}")
-    )
+    sections = [section.__name__ for section in SECTIONS]
+    section = selector if selector in sections else nearest(selector, sections)
+    inside = [name for name in FIELDS if name.startswith(f"{section}.")]
+    names = {name.split(".")[1]: name for name in [*FIELDS, *inside]}  # inside wins
+    best = next((name for name in names if name.lower() == field.lower()), "")
+    best = best or nearest(field, [name.split(".")[1] for name in inside])
+    best = best or nearest(field, names)
+    if best:
+        return names[best]
+    return choice(inside) if inside else f"a field of {choice(sections)}"

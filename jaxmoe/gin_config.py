@@ -89,19 +89,17 @@ class _Reference(NamedTuple):
 class _Values(config_parser.ParserDelegate):
     """Keeps references as they are: reading does not touch gin's state."""
 
-    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool):
+    def configurable_reference(
+        self, scoped_configurable_name: str, evaluate: bool
+    ) -> _Reference:
         return _Reference("", f"@{scoped_configurable_name}{'()' if evaluate else ''}")
 
-    def macro(self, macro_name: str):
+    def macro(self, macro_name: str) -> _Reference:
         return _Reference(macro_name, f"%{macro_name}")
 
 
 class _UnreadableError(Exception):
-    """Gin cannot read a text, because of this line if it is known."""
-
-    def __init__(self, line: int | None):
-        super().__init__(line)
-        self.line = line
+    """Gin cannot read a text; the argument is the line, or None."""
 
 
 def load(gin_files: Sequence[str] = (), bindings: Sequence[str] = ()) -> Loaded:
@@ -263,7 +261,7 @@ def _text(
     try:
         statements = _parse(text)
     except _UnreadableError as error:
-        raise _unreadable(text, source, error.line) from error
+        raise _unreadable(text, source, error.args[0]) from error
     for statement in statements:
         place = source
         if source != COMMAND_LINE:
