@@ -398,6 +398,15 @@ def _experts_step(moe: MoE) -> tuple[int, int]:
     return 1, moe.top_k
 
 
+_ROUTER_OF = {  # which router uses a field
+    "normalize_weights": "top_k",
+    "num_groups": "grouped_sigmoid",
+    "top_groups": "grouped_sigmoid",
+    "route_scale": "grouped_sigmoid",
+    "bias_update_rate": "grouped_sigmoid",
+}
+
+
 def _check_moe(config: Config) -> None:
     model, moe = config.model, config.moe
     expert = 1 if config.mesh.expert == "auto" else config.mesh.expert
@@ -434,16 +443,14 @@ def _check_moe(config: Config) -> None:
                 f"Set MoE.top_k={kept} or less, or"
                 f" MoE.top_groups={-(-moe.top_k * moe.num_groups // moe.num_experts)}",
             )
-    else:
-        for name in ("num_groups", "top_groups", "route_scale", "bias_update_rate"):
-            default = getattr(MoE, name)
-            if getattr(moe, name) != default:
-                raise mistake(
-                    f"MoE.{name}={getattr(moe, name)} has no effect with"
-                    f" MoE.router={moe.router!r}",
-                    "only MoE.router='grouped_sigmoid' uses it",
-                    f"Set MoE.{name}={default}, or MoE.router='grouped_sigmoid'",
-                )
+    for name, router in _ROUTER_OF.items():
+        value, default = getattr(moe, name), getattr(MoE, name)
+        if moe.router != router and value != default:
+            raise mistake(
+                f"MoE.{name}={value} has no effect with MoE.router={moe.router!r}",
+                f"only MoE.router={router!r} uses it",
+                f"Set MoE.{name}={default}, or MoE.router={router!r}",
+            )
     size, length = group_tokens(model, moe), model.sequence_length
     if size % length and length % size:
         raise mistake(

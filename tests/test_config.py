@@ -96,6 +96,12 @@ MISTAKES = [
         " MoE.router='grouped_sigmoid'.",
     ),
     (
+        {"MoE__normalize_weights": True, "MoE__router": "prototype"},
+        "MoE.normalize_weights=True has no effect with MoE.router='prototype': only"
+        " MoE.router='top_k' uses it. Set MoE.normalize_weights=False, or"
+        " MoE.router='top_k'.",
+    ),
+    (
         {"MoE__group_tokens": 100},
         "MoE.group_tokens=100 neither divides nor is a multiple of"
         " Model.sequence_length=48: routing groups are whole sequences or whole parts"
