@@ -301,7 +301,11 @@ class Checkpointer:
             self._on_first(lambda: self._folder.discard_after(step) or 0)
 
     def wait(self) -> None:
-        """Waits for the save in the background and raises its error, once."""
+        """Waits for the save in the background and raises its error, once.
+
+        On another process than 0 this says that all have written their shards, not yet
+        that process 0 has marked the step; latest() does.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -58,7 +58,9 @@ def test_draws_again_over_the_old_figures(tmp_path):
     assert first.read_bytes() != before
 
 
-@pytest.mark.parametrize("missing", [*SERIES, "everything", "the file"])
+@pytest.mark.parametrize(
+    "missing", ["loss", "learning_rate", "expert_load", "everything", "the file"]
+)
 def test_a_figure_without_its_metrics_is_left_out(tmp_path, missing):
     keys = {key: value for key, value in SERIES.items() if key != missing}
     if missing == "everything":
@@ -86,7 +88,7 @@ def test_what_is_not_finite_does_not_stop_the_drawing(tmp_path):
     assert names == ["loss.png", "expert_load.png"]
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (3, 8), (30, 2)])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 8), (30, 2)])
 @pytest.mark.parametrize("steps", [[10], [1, 5, 6, 100]])
 def test_any_number_of_layers_experts_and_steps(tmp_path, shape, steps):
     rng = np.random.default_rng(0)
