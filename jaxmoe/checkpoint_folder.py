@@ -91,7 +91,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def _digest(path: Path, sync: bool) -> dict[str, Any]:
-    with open(path, "r+b" if sync else "rb") as file:
+    with path.open("r+b") if sync else path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         if sync:
             os.fsync(file.fileno())

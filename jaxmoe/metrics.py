@@ -79,6 +79,25 @@ def _naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, text, str(path)) from error
 
 
+def _entries(value: Any) -> Iterator[float]:
+    """The numbers in a value or in a list of any depth."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _entries(item)
+    elif isinstance(value, int | float):
+        yield float(value)
+
+
+def _scalars(name: str, value: Any) -> list[tuple[str, float]]:
+    """A number by its name; of a list the smallest, mean and largest entry."""
+    found = np.fromiter(_entries(value), np.float64)
+    if not isinstance(value, list) or not found.size:
+        return [(name, float(number)) for number in found]
+    with np.errstate(invalid="ignore"):  # of infinities
+        parts = {"min": found.min(), "mean": found.mean(), "max": found.max()}
+    return [(f"{name}/{part}", float(number)) for part, number in parts.items()]
+
+
 class _Board:
     """TensorBoard's event file, one record at a time, in the calling thread.
 
@@ -90,32 +109,25 @@ class _Board:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
 
-        self._Event, self._Summary = event_pb2.Event, summary_pb2.Summary
-        self._folder = folder
+        events: Any = (
+            event_pb2  # their classes are made at run time, unseen by checkers
+        )
+        summaries: Any = summary_pb2
+        self._Event, self._Summary = events.Event, summaries.Summary
         folder.mkdir(exist_ok=True)
         # Two runs that start in one second must not write to one file.
         suffix = f".{os.getpid()}.{time.time_ns()}"
         self._writer = EventsWriter(str(folder / "events"), suffix)
         if resume_step is not None:  # TensorBoard hides what came later before
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            start = events.SessionLog(status=events.SessionLog.START)
             self._add(resume_step + 1, session_log=start)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Numbers as scalars; of lists, the smallest, mean and largest entry."""
-        scalars = []
-        for name, value in values.items():
-            array = np.asarray(numbers(value))
-            if array.dtype.kind not in "biuf" or not array.size:
-                continue
-            array = array.astype(np.float64)
-            if not array.ndim:
-                scalars.append((name, array))
-                continue
-            parts = ("min", array.min()), ("mean", array.mean()), ("max", array.max())
-            scalars += [(f"{name}/{part}", number) for part, number in parts]
         found = [
-            self._Summary.Value(tag=name, simple_value=float(number))
-            for name, number in scalars
+            self._Summary.Value(tag=name, simple_value=number)
+            for key, value in values.items()
+            for name, number in _scalars(key, numbers(value))
         ]
         self._add(step, summary=self._Summary(value=found))
         self._writer.flush()

@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -52,7 +52,7 @@ def numbers(value: Any) -> Any:
     return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-def _is_metric(values: Any) -> bool:
+def _is_metric(values: Any) -> TypeGuard[dict[str, Any]]:
     return isinstance(values, dict) and isinstance(values.get("step"), int | float)
 
 

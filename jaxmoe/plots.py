@@ -89,11 +89,17 @@ def _dress(axes: Axes, *, x: str | None, y: str) -> None:
     axes.set_ylabel(y, color=_INK)
     if x:
         axes.set_xlabel(x, color=_INK)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        _whole_numbers(axes.xaxis)
 
 
 def _words(key: str) -> str:
     return key.replace("_", " ")
+
+
+def _whole_numbers(axis: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
 
 
 def _title(axes: Axes, text: str) -> None:
@@ -246,6 +252,7 @@ def _expert_load(rows: Rows) -> Figure | None:
     steps_T, load_TLE = _loads(rows)
     if not len(steps_T):
         return None
+    from matplotlib.cm import ScalarMappable
     from matplotlib.colors import TwoSlopeNorm
 
     order = np.unique(steps_T, return_index=True)[1]
@@ -264,25 +271,25 @@ def _expert_load(rows: Rows) -> Figure | None:
     top = max(2.0, float(np.percentile(finite, 99.5))) if finite.size else 2.0
     norm = TwoSlopeNorm(1.0, vmin=0.0, vmax=top)
     edges = _edges(steps_T), np.arange(E + 1) - 0.5
-    mesh = None
     for place, layer in enumerate(layers):
         axes = panels.flat[place]
-        mesh = axes.pcolormesh(
+        axes.pcolormesh(
             *edges, ratio_TLE[:, layer].T, cmap="RdBu_r", norm=norm, rasterized=True
         )
         axes.set_facecolor("#bbbbbb")  # steps at which a layer counted nothing
         axes.set_title(f"MoE layer {layer}", loc="left", fontsize=9, color=_INK)
         axes.tick_params(colors=_INK, labelsize=8)
         for axis in (axes.xaxis, axes.yaxis):
-            axis.get_major_locator().set_params(integer=True)
+            _whole_numbers(axis)
     for axes in panels.flat[len(layers) :]:
         axes.set_visible(False)
     chosen = "" if len(layers) == L else f" ({len(layers)} of {L} layers)"
     figure.suptitle(f"Expert load{chosen}", x=0.01, ha="left", fontsize=11, color=_INK)
     figure.supxlabel("step (updates)", fontsize=10, color=_INK)
     figure.supylabel("expert", fontsize=10, color=_INK)
+    scale = ScalarMappable(norm, "RdBu_r")
     bar = figure.colorbar(
-        mesh, ax=panels, extend="max", aspect=15 + 8 * lines, pad=0.02
+        scale, ax=panels, extend="max", aspect=15 + 8 * lines, pad=0.02
     )
     bar.set_label("tokens / mean over experts", color=_INK)
     bar.ax.tick_params(colors=_INK, labelsize=8)
