@@ -208,14 +208,7 @@ class Checkpointer:
         stored = {path: leaf for path, leaf in targets.items() if np.size(leaf)}
         item = tree_names.nested(stored)
         try:
-            restored = self._io().restore(
-                folder / ARRAYS,
-                args=_orbax().args.PyTreeRestore(
-                    item=item,
-                    restore_args=jax.tree.map(_restore_args, item),
-                    partial_restore=partial,
-                ),
-            )
+            restored = self._read(folder / ARRAYS, item, partial) if item else {}
         except Exception as error:
             raise self._unusable(step, error) from error
         self._history = step
@@ -257,6 +250,8 @@ class Checkpointer:
           ValueError, TypeError: if `extra` is not JSON or two leaves have one name.
         """
         self.wait()
+        step = int(step)
+        assert step >= 0, step
         if self._read_only:
             raise ValueError(f"{self.directory} was opened with read_only=True")
         leaves = {
@@ -383,6 +378,15 @@ class Checkpointer:
                 ocp.PyTreeCheckpointHandler(), timeout_secs=_TIMEOUT_S
             )
         return self._async_checkpointer
+
+    def _read(self, path: Path, item: Any, partial: bool) -> Any:
+        restore_args = jax.tree.map(_restore_args, item)
+        return self._io().restore(
+            path,
+            args=_orbax().args.PyTreeRestore(
+                item=item, restore_args=restore_args, partial_restore=partial
+            ),
+        )
 
     def _close_io(self) -> None:
         if self._async_checkpointer is not None:

@@ -221,6 +221,20 @@ def test_names_every_leaf_that_does_not_fit(saved, arrays):
         assert line in str(error.value)
 
 
+def test_a_part_can_be_restored_without_the_rest(tmp_path):
+    tree = {"params": {"w": jnp.arange(4.0), "b": jnp.zeros((0, 2))}, "step": 3}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(np.int32(3), tree)
+        for part in ({"w": tree["params"]["w"]}, {"b": tree["params"]["b"]}):
+            asked = {"params": abstract(part)}
+            assert same(checkpointer.restore(3, asked, partial=True), {"params": part})
+            with pytest.raises(ConfigError, match=r"step: saved int64\[\], now absent"):
+                checkpointer.restore(3, asked)
+        asked = {"params": {"v": jax.ShapeDtypeStruct((4,), jnp.float32)}}
+        with pytest.raises(ConfigError, match="params/v: saved absent, now float32"):
+            checkpointer.restore(3, asked, partial=True)
+
+
 def test_steps_that_are_not_there_are_named(saved):
     with Checkpointer(saved, read_only=True) as checkpointer:
         for call in (checkpointer.extra, checkpointer.config_text, checkpointer.leaves):
