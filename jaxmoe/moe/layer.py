@@ -88,11 +88,10 @@ class MoELayer(nnx.Module):
     def _send_rows(self, tokens: int, axis_size: int) -> int:
         """Rows that one device can send to another: the smallest that is never short,
         or `buffer_factor` times the even share."""
-        moe = self.moe
-        most = tokens * moe.top_k
+        moe, experts = self.moe, self.moe.num_experts // axis_size
+        most = tokens * min(moe.top_k, experts)  # a token visits an expert once
         if moe.capacity_factor is not None:
             groups = tokens // self.group_tokens
-            experts = moe.num_experts // axis_size
             most = min(most, groups * experts * capacity(moe, self.group_tokens))
         if moe.buffer_factor is not None:
             share = tokens * moe.top_k / axis_size
