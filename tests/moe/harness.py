@@ -101,8 +101,8 @@ def make_scene(model: Model, moe: MoE, kind: str) -> Scene:
         valid_T[13] = True
     if "router" in buffers:
         bias = rng.standard_normal(E).astype(np.float32)
-        if kind in ("empty", "collapse"):
-            bias[:] = 0.0
+        bias[2] -= 8.0 * (kind == "empty")
+        bias[3] += 8.0 * (kind == "collapse")
         buffers = {"router": {"bias": bias}}
     cotangent_TD = rng.standard_normal((B * S, D)).astype(np.float32)
     return Scene(params, buffers, x_TD, valid_T, cotangent_TD)
