@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxmoe import __version__, gin_config
+from jaxmoe import config as config_lib
 from jaxmoe.config import ConfigError
 
 EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED = 1, 2, 75
@@ -61,6 +62,7 @@ def _train(arguments: list[str]) -> int:
         return 0
     options = _parser("train").parse_args(rest)
     loaded = gin_config.load(files, bindings)
+    config_lib.check(loaded.config)
     config_text = gin_config.to_gin(loaded.config, loaded.provenance)
     workdir = Path(options.workdir or _new_workdir(files)).absolute()
     if workdir.is_file():
@@ -89,12 +91,16 @@ def _train(arguments: list[str]) -> int:
         print(f"jaxmoe: {failure}", file=sys.stderr)
         return EXIT_FAILED
     for name, value in summary.items():
-        print(f"{name:28} {value:.4g}" if isinstance(value, float) else f"{name:28} {value}")
+        print(
+            f"{name:28} {value:.4g}"
+            if isinstance(value, float)
+            else f"{name:28} {value}"
+        )
     return 0
 
 
 def _eval(arguments: list[str]) -> int:
-    """Evaluates the newest checkpoint of a run folder with the run's own configuration."""
+    """Evaluates the newest checkpoint of a run folder, with the run's configuration."""
     parser = _parser("eval")
     parser.add_argument("--json", action="store_true")
     files, bindings, rest = gin_config.split_arguments(arguments)
@@ -106,6 +112,7 @@ def _eval(arguments: list[str]) -> int:
             " `jaxmoe eval` evaluates a run. Name the folder that train wrote."
         )
     loaded = gin_config.load([str(saved), *files], bindings)
+    config_lib.check(loaded.config)
 
     from jaxmoe.trainer import evaluate_run
 

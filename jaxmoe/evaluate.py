@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxmoe.config import Config
 from jaxmoe.data import digits
 from jaxmoe.data.loader import held_out_batches, held_out_images
 from jaxmoe.data.records import task_weights
 from jaxmoe.data.tasks import TASKS, caption_prompt
-from jaxmoe.data.tokenizer import LANGUAGES, make_tokenizer
+from jaxmoe.data.tokenizer import LANGUAGES, Language, make_tokenizer
 from jaxmoe.generate import decode_rows, make_generator
 from jaxmoe.loss import LossSums
 from jaxmoe.mesh import BATCH_AXES
@@ -31,7 +32,7 @@ from jaxmoe.train_step import BATCH_SPEC, Setup
 class Caption(NamedTuple):
     """A generated caption beside the truth."""
 
-    language: str
+    language: Language
     truth: str
     generated: str
 

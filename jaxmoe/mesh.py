@@ -101,7 +101,9 @@ def resolve_sizes(config: Config, num_devices: int) -> Sizes:
     pipe = 1 if mesh.pipe == "auto" else mesh.pipe
     fixed = {"data": mesh.data, "expert": mesh.expert, "pipe": pipe}
     product = math.prod(n for n in fixed.values() if n != "auto")
-    if num_devices % product or ("auto" not in fixed.values() and product != num_devices):
+    if num_devices % product or (
+        "auto" not in fixed.values() and product != num_devices
+    ):
         raise ConfigError(_size_error(fixed, num_devices))
     free = num_devices // product
     data, expert = mesh.data, mesh.expert

@@ -13,9 +13,8 @@ from jaxmoe.config import Optimizer
 
 # Last names of the parameters that weight decay reaches: matrices and embeddings, not
 # norms, biases and routers.
-DECAYED = frozenset(
-    "qkv_kernel out_kernel gate up down token position segment patch_kernel head".split()
-)
+MATRICES = ("qkv_kernel", "out_kernel", "gate", "up", "down", "patch_kernel", "head")
+DECAYED = frozenset((*MATRICES, "token", "position", "segment"))
 
 
 def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:

@@ -21,9 +21,11 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxmoe import config as config_lib
 from jaxmoe import model as model_lib
@@ -52,7 +54,7 @@ class TrainState:
       optimizer: optax state.
     """
 
-    step: jax.Array
+    step: Any
     params: Any
     buffers: Any
     optimizer: Any
@@ -120,6 +122,20 @@ class Setup:
         )
         config = dataclasses.replace(self.config, moe=exact)
         return Setup(config, self.mesh, self.vocab_size)
+
+    def local_rows(self) -> list[int]:
+        """The rows of every microbatch whose devices belong to this process."""
+        config = self.config
+        rows = config.data.batch_size // config.train.accumulation
+        parts = self.batch_sharding.addressable_devices_indices_map((1, rows))
+        return sorted(
+            {row for part in parts.values() if part for row in range(rows)[part[1]]}
+        )
+
+    def put_batch(self, batch: dict[str, np.ndarray]) -> Batch:
+        """The global batch, on the devices, from every process's `local_rows`."""
+        make = jax.make_array_from_process_local_data
+        return jax.tree.map(lambda x: make(self.batch_sharding, x), batch)
 
     def initial_state(self) -> TrainState:
         """The state before the first update; the same on every mesh, bitwise."""
@@ -219,7 +235,8 @@ class Setup:
         square = sum(
             jnp.sum(jnp.square(g)) / sharding.copies(spec, self.mesh)
             for g, spec in zip(
-                jax.tree.leaves(gradients), jax.tree.leaves(self.master_specs),
+                jax.tree.leaves(gradients),
+                jax.tree.leaves(self.master_specs),
                 strict=True,
             )
         )

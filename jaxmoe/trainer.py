@@ -74,8 +74,8 @@ class _Clock:
 
 
 def _is_due(step: int, last: int, every: int) -> bool:
-    """Whether something is done at `step`: at the last, and every so many (0: never)."""
-    return step == last or bool(every) and step % every == 0
+    """Whether something is due at a step: at the last, and every so many (0: never)."""
+    return step == last or (bool(every) and step % every == 0)
 
 
 class Trainer:
@@ -102,7 +102,10 @@ class Trainer:
         mesh = mesh_lib.make_mesh(self.sizes)
         self.setup = Setup(config, mesh, vocab_size(config.data, config.model))
         self.loader = Loader(
-            config.data, model=config.model, microbatches=config.train.accumulation
+            config.data,
+            model=config.model,
+            microbatches=config.train.accumulation,
+            rows=self.setup.local_rows(),
         )
         self.rate = learning_rate(config.optimizer, config.train.steps)
         self.evaluator = Evaluator(self.setup)
@@ -127,7 +130,10 @@ class Trainer:
         with checkpoints:
             state = self._first_state(checkpoints)
             first = int(state.step)
-            if first >= config.train.steps and (self.workdir / "summary.json").is_file():
+            if (
+                first >= config.train.steps
+                and (self.workdir / "summary.json").is_file()
+            ):
                 print(f"{self.workdir} has all {first} steps already: nothing to do.")
                 return {}
             (self.workdir / "config.gin").write_text(self.config_text, "utf-8")
@@ -152,7 +158,7 @@ class Trainer:
         state = self.setup.initial_state()
         if run := self.config.train.init_from:
             weights = warm_start.load_weights(run, self.setup.abstract_state)
-            state = state.replace(**weights)
+            state = dataclasses.replace(state, **weights)
         return state
 
     def _steps(
@@ -182,7 +188,7 @@ class Trainer:
             evaluates = step < total and _is_due(step, 0, self.config.train.eval_every)
             if saves or evaluates or stop.signal:
                 evaluated = state if evaluates else None
-                self._record(step, previous, clock, writer, progress, evaluated)
+                self._record(step, metrics, clock, writer, progress, evaluated)
                 previous = None
             if saves or stop.signal:
                 notes = {"data": self.loader.state()}
@@ -198,7 +204,7 @@ class Trainer:
         return state
 
     def _next_batch(self) -> Any:
-        return jax.device_put(next(self.loader), self.setup.batch_sharding)
+        return self.setup.put_batch(next(self.loader))
 
     def _record(
         self,
@@ -240,7 +246,7 @@ class Trainer:
         values = {
             "loss": loss,
             "grad_norm": float(metrics.grad_norm),
-            "learning_rate": float(self.rate(step - 1)),
+            "learning_rate": float(np.asarray(self.rate(step - 1))),
             "step_s": step_s,
             "tokens_per_s": positions / step_s,
         }

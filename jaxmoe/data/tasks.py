@@ -15,8 +15,8 @@ Legend: N examples, S sequence, P patches, D numbers of a patch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -230,10 +230,10 @@ def caption_prompt(
     return {name: array[0] for name, array in batch.items()}
 
 
-def last_position(batch: Batch) -> np.ndarray:
+def last_position(batch: Mapping[str, Any]) -> Any:
     """Where the last given token stands, for each row.
 
     The output at this position predicts the first token to be generated, which goes to
     the position after it.
     """
-    return batch["modality"].astype(bool).sum(-1) - 1
+    return (batch["modality"] != PADDING).sum(-1) - 1

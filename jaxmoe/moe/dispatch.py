@@ -167,7 +167,7 @@ def combine(
     rows_RD: Float[Array, "R D"], route: Route, weights_TK: Float[Array, "T K"]
 ) -> Float[Array, "T D"]:
     """The weighted sum of each token's results; void assignments add nothing."""
-    if route.row_of_receive is not None:
+    if route.row_of_receive is not None and route.receive_of_row is not None:
         back = take_rows(rows_RD, route.row_of_receive, route.receive_of_row[:, None])
         rows_RD = _exchange(back)
     T, K = weights_TK.shape
