@@ -101,7 +101,7 @@ class Evaluator:
         config, tokenizer = self._config, self._tokenizer
         images, labels = held_out_images(config.data)
         patches = digits.to_patches(images, config.data.patch_size)
-        wanted = [
+        wanted: list[tuple[Language, np.ndarray, str]] = [
             (language, patch, digits.caption(int(label), language))
             for language in LANGUAGES
             for patch, label in zip(patches, labels, strict=True)

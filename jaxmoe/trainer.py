@@ -58,19 +58,40 @@ class _StopFlag:
 
 
 class _Clock:
-    """Seconds from the end of one step to the end of the next."""
+    """Seconds from the end of one step to the end of the next.
+
+    Attributes:
+      seconds: of each step.
+      host_seconds: the part of each in which the host worked instead of waiting.
+    """
 
     def __init__(self):
         self.seconds: list[float] = []
+        self.host_seconds: list[float] = []
         self.restart()
 
     def restart(self) -> None:
         self._last_s = time.perf_counter()
 
-    def tick(self) -> None:
+    def wait(self, metrics: StepMetrics) -> StepMetrics:
+        """Fetches the figures of a step, which ends it."""
+        before_s = time.perf_counter()
+        fetched = jax.device_get(metrics)
         now_s = time.perf_counter()
         self.seconds.append(now_s - self._last_s)
+        self.host_seconds.append(before_s - self._last_s)
         self._last_s = now_s
+        return fetched
+
+    def summary(self) -> dict[str, float]:
+        """Medians: seconds of a step, and the host's share of them."""
+        if not self.seconds:
+            return {}
+        step_s = float(np.median(self.seconds))
+        return {
+            "step_s": step_s,
+            "host_share": float(np.median(self.host_seconds)) / step_s,
+        }
 
 
 def _is_due(step: int, last: int, every: int) -> bool:
@@ -109,7 +130,7 @@ class Trainer:
         )
         self.rate = learning_rate(config.optimizer, config.train.steps)
         self.evaluator = Evaluator(self.setup)
-        self.step_seconds: list[float] = []
+        self.clock = _Clock()
         self.compile_s = 0.0
 
     def run(self) -> dict[str, Any]:
@@ -177,7 +198,8 @@ class Trainer:
         before_s = time.perf_counter()
         train_step = self.setup.train_step().lower(state, batch).compile()
         self.compile_s = time.perf_counter() - before_s
-        clock = _Clock()
+        clock = self.clock
+        clock.restart()
         previous: StepMetrics | None = None
         for step in range(first + 1, total + 1):
             state, metrics = train_step(state, batch)
@@ -216,8 +238,7 @@ class Trainer:
         evaluated: TrainState | None = None,
     ) -> None:
         """Waits for a step, checks and logs it; evaluates `evaluated` if given."""
-        metrics = jax.device_get(metrics)
-        clock.tick()
+        metrics = clock.wait(metrics)
         nll, tokens = metrics.sums.nll, metrics.sums.tokens
         loss = float(nll.sum() / max(tokens.sum(), 1.0))
         if not (math.isfinite(loss) and math.isfinite(float(metrics.grad_norm))):
@@ -235,7 +256,6 @@ class Trainer:
                 clock.restart()
             writer.write(step, values)
             progress.log(step, values)
-        self.step_seconds = clock.seconds
 
     def _values(
         self, step: int, loss: float, metrics: StepMetrics, step_s: float
@@ -285,7 +305,7 @@ class Trainer:
             "platform": self.platform,
             "parameters": sum(x.size for x in jax.tree.leaves(state.params)),
             "compile_s": self.compile_s,
-            "step_s": float(np.median(self.step_seconds or [0.0])),
+            **self.clock.summary(),
             "run_s": time.monotonic() - self.started_s,
         }
         writer.summary(summary)
