@@ -61,11 +61,17 @@ class Experts(nnx.Module):
 
 def _ragged(x_RD: jax.Array, weights: Weights, layout: Layout) -> jax.Array:
     rows_p = -(-layout.sizes_p // layout.block) * layout.block
+    # ragged_dot leaves rows of no slot undefined, in its derivative too. Their blocks
+    # take no bias, so that what stands in them reaches no gradient of a bias.
+    used = jnp.arange(layout.slot_of_block.size) < layout.used_blocks
+    bias_of_block = jnp.where(used, layout.slot_of_block, layout.sizes_p.size)
 
     def product(x, kernel, bias):
         y = jax.lax.ragged_dot(x, weights[kernel], rows_p)
         if bias in weights:
-            bias_B = weights[bias][layout.slot_of_block]
+            bias_B = jnp.take(
+                weights[bias], bias_of_block, 0, mode="fill", fill_value=0
+            )
             y += jnp.repeat(bias_B, layout.block, axis=0)
         return y
 
@@ -134,8 +140,10 @@ def _blocks_backward(block: int, residuals, dy_RD):
         put = partial(jax.lax.dynamic_update_index_in_dim, index=slot, axis=0)
         return jax.tree.map(put, total, dw)
 
-    zeros = jax.tree.map(jnp.zeros_like, weights)
-    dweights = jax.lax.fori_loop(0, used_blocks, of_weights, zeros)
+    # In float32: an expert has many blocks, and bfloat16 would lose the later ones.
+    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+    total = jax.lax.fori_loop(0, used_blocks, of_weights, zeros)
+    dweights = jax.tree.map(lambda t, w: t.astype(w.dtype), total, weights)
     return dx_RD, dweights, None, None
 
 
