@@ -275,8 +275,11 @@ class Setup:
         rate = self.config.moe.bias_update_rate
         if stats is None or not buffers or not rate:
             return buffers
+        load_LE = stats.load_E
+        if self.config.model.share_layers:  # one router, with the tokens of all layers
+            load_LE = jnp.sum(load_LE, axis=0, keepdims=True)
         return jax.tree.map(
-            lambda bias: balance.update_bias(bias, stats.load_E, rate), buffers
+            lambda bias: balance.update_bias(bias, load_LE, rate), buffers
         )
 
 
