@@ -18,7 +18,7 @@ DECAYED = frozenset((*MATRICES, "token", "position", "segment"))
 
 
 def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
-    """Linear warm-up from 0, then the decay that `config.schedule` names.
+    """Linear warm-up to the peak, then the decay that `config.schedule` names.
 
     Args:
       config: peak rate and shape.
@@ -26,11 +26,13 @@ def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
     """
     peak, warmup = config.learning_rate, min(config.warmup_steps, steps)
     rest, end = max(1, steps - warmup), config.end_fraction
+    knee = max(1, warmup)
     decays = {
         "constant": optax.constant_schedule(peak),
         "cosine": optax.cosine_decay_schedule(peak, rest, alpha=end),
         "linear": optax.linear_schedule(peak, peak * end, rest),
-        "rsqrt": lambda step: peak * jnp.sqrt(max(1, warmup) / (max(1, warmup) + step)),
+        # join_schedules asks for steps below 0 too, and throws the answers away.
+        "rsqrt": lambda step: peak * jnp.sqrt(knee / (knee + jnp.maximum(step, 0))),
     }
     decay = decays[config.schedule]
     if not warmup:
