@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe.config import MoE
+from jaxmoe.config import Model, MoE
 
 # One tolerance for "equal in float32, summed in another order".
 RELATIVE = 1e-5
@@ -168,6 +168,77 @@ def attention_mask(sequence_S: list[int], decoder_S: list[bool]) -> np.ndarray:
             causal = decoder_S[i] and j <= i
             seen[i, j] = i == j or (same and (not decoder_S[j] or causal))
     return seen
+
+
+def norm(w: dict[str, np.ndarray], x: np.ndarray, kind: str) -> np.ndarray:
+    """LayerNorm or RMSNorm over the last axis."""
+    centred = x - x.mean(-1, keepdims=True) if kind == "layer" else x
+    std = np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6)
+    return centred / std * w["scale"] + w.get("bias", 0.0)
+
+
+def attention(w: dict[str, np.ndarray], x_SD: np.ndarray, mask: np.ndarray):
+    """Multi-head self-attention of one sequence, head by head."""
+    out = np.zeros_like(x_SD)
+    for h in range(w["qkv_kernel"].shape[2]):
+        q, k, v = (x_SD @ w["qkv_kernel"][:, c, h] for c in range(3))
+        if "qkv_bias" in w:
+            q, k, v = (a + w["qkv_bias"][c, h] for c, a in enumerate((q, k, v)))
+        score = np.where(mask, q @ k.T / np.sqrt(q.shape[1]), -np.inf)
+        weight = np.exp(score - score.max(1, keepdims=True))
+        out += weight / weight.sum(1, keepdims=True) @ v @ w["out_kernel"][h]
+    return out + w.get("out_bias", 0.0)
+
+
+def model_logits(
+    params: dict[str, Any], batch: dict[str, np.ndarray], model: Model, moe: MoE
+) -> np.ndarray:
+    """Logits [B, S, V] of the whole model; dropless, one sequence at a time."""
+    pattern = [part.split("*") for part in model.layer_pattern.split(",")]
+    kinds = [kind for kind, *n in pattern for _ in range(int(n[0]) if n else 1)]
+    kinds *= model.num_layers // len(kinds)
+    rows = []
+    for b in range(batch["tokens"].shape[0]):
+        row = {name: value[b] for name, value in batch.items()}
+        mask = attention_mask(row["sequence"].tolist(), row["decoder"].tolist())
+        x = _embedded(params["embedder"], row)
+        for i, kind in enumerate(kinds):
+            own = 0 if model.share_layers else kinds[:i].count(kind)
+            w = jax.tree.map(lambda leaf, own=own: leaf[own], params[kind])
+            attend = lambda h, w=w, mask=mask: attention(w["attention"], h, mask)  # noqa: E731
+            if kind == "moe":
+                feed = lambda h, w=w, row=row: _moe(w["moe"], h, row, moe)  # noqa: E731
+            else:
+                feed = lambda h, w=w: np.asarray(feed_forward(w["mlp"], h))  # noqa: E731
+            for name, layer in (("attention_norm", attend), ("ffn_norm", feed)):
+                if model.norm_position == "post":
+                    x = norm(w[name], x + layer(x), model.norm)
+                else:
+                    x = x + layer(norm(w[name], x, model.norm))
+        x = norm(params["final_norm"], x, model.norm)
+        rows.append(x @ params.get("head", params["embedder"]["token"]).T)
+    return np.stack(rows)
+
+
+def _embedded(w: dict[str, Any], row: dict[str, np.ndarray]) -> np.ndarray:
+    x, image = [], iter(row["patches"])
+    for s, kind in enumerate(row["modality"]):
+        if kind == 0:
+            x.append(np.zeros(w["token"].shape[1]))
+            continue
+        what = w["token"][row["tokens"][s]]
+        if kind == 1:
+            what = next(image) @ w["patch"]["patch_kernel"] + w["patch"]["patch_bias"]
+        x.append(what + w["position"][row["positions"][s]] + w["segment"][kind - 1])
+    return np.array(x, np.float32)
+
+
+def _moe(w: dict[str, Any], h_SD: np.ndarray, row: dict, moe: MoE) -> np.ndarray:
+    ids = choose(h_SD @ w["router"]["router_kernel"], moe)
+    valid = row["modality"] > 0
+    real = np.repeat(valid[:, None], ids.shape[1], axis=1)
+    chosen = one_hot(ids, real, moe.num_experts)
+    return np.asarray(moe_layer(w, h_SD, valid, chosen, chosen, moe, len(h_SD))[0])
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
