@@ -194,7 +194,7 @@ raise SystemExit(code)
     [
         ("Mesh(data=2, expert=3, pipe=1)", 6),
         pytest.param("Mesh(virtual_devices=3)", 3, marks=pytest.mark.slow),
-        pytest.param("Mesh(data=2, platform='cpu')", 8, marks=pytest.mark.slow),
+        pytest.param("Mesh(data=4, platform='cpu')", 8, marks=pytest.mark.slow),
     ],
 )
 def test_simulated_devices(mesh, devices):
