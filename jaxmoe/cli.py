@@ -73,7 +73,8 @@ def _train(arguments: list[str]) -> int:
 
     # Imported here: an error above costs no start of JAX.
     from jaxmoe.checkpoint import CheckpointError
-    from jaxmoe.trainer import RunError, Stopped, Trainer
+    from jaxmoe.step_log import RunError
+    from jaxmoe.trainer import Stopped, Trainer
 
     print(config_text)
     trainer = Trainer(loaded.config, workdir, config_text)

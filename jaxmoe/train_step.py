@@ -40,6 +40,7 @@ from jaxmoe.moe.layer import MoEStats
 from jaxmoe.xla_options import compiler_options
 
 FLOAT32_PARAMETERS = ("router_kernel",)  # never cast to the compute type
+INT_FIELDS = ("tokens", "modality", "sequence", "positions", "targets", "task")
 BATCH_SPEC = P(None, BATCH_AXES)  # dimension 1 of [M, B / M, ...]
 
 
@@ -131,6 +132,25 @@ class Setup:
         return sorted(
             {row for part in parts.values() if part for row in range(rows)[part[1]]}
         )
+
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, types and shardings of a global batch, as `data.loader` makes it."""
+        config, model = self.config, self.config.model
+        M = config.train.accumulation
+        rows = (M, config.data.batch_size // M)
+        dims: dict[str, tuple[int, ...]] = {
+            name: (model.sequence_length,) for name in (*INT_FIELDS, "decoder")
+        }
+        dims["patches"] = (model.num_patches, model.patch_dim)
+        dtypes = {"decoder": jnp.bool_, "patches": jnp.float32}
+        return {
+            name: jax.ShapeDtypeStruct(
+                (*rows, *rest),
+                dtypes.get(name, jnp.int32),
+                sharding=self.batch_sharding,
+            )
+            for name, rest in dims.items()
+        }
 
     def put_batch(self, batch: dict[str, np.ndarray]) -> Batch:
         """The global batch, on the devices, from every process's `local_rows`."""

@@ -10,33 +10,32 @@ time out.
 from __future__ import annotations
 
 import dataclasses
-import math
 import signal
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from jaxmoe import config as config_lib
 from jaxmoe import mesh as mesh_lib
 from jaxmoe import plots, warm_start
 from jaxmoe.checkpoint import Checkpointer
 from jaxmoe.config import Config
 from jaxmoe.data.loader import Loader
 from jaxmoe.data.records import vocab_size
-from jaxmoe.data.tasks import TASKS
-from jaxmoe.evaluate import Evaluation, Evaluator
-from jaxmoe.metrics import MetricsWriter, Progress, load_statistics
-from jaxmoe.optim import learning_rate
+from jaxmoe.evaluate import Evaluator
+from jaxmoe.metrics import MetricsWriter, Progress
+from jaxmoe.model import Batch
+from jaxmoe.step_log import Clock, StepLog, is_due
 from jaxmoe.train_step import Setup, StepMetrics, TrainState
 
 SAMPLES = 3  # captions per language that are printed beside the truth
 
 
-class RunError(RuntimeError):
-    """The run cannot go on: exit code 1."""
+CompiledStep = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
 
 
 class Stopped(Exception):
@@ -55,48 +54,6 @@ class _StopFlag:
 
     def _set(self, number: int, _: Any) -> None:
         self.signal = signal.Signals(number).name
-
-
-class _Clock:
-    """Seconds from the end of one step to the end of the next.
-
-    Attributes:
-      seconds: of each step.
-      host_seconds: the part of each in which the host worked instead of waiting.
-    """
-
-    def __init__(self):
-        self.seconds: list[float] = []
-        self.host_seconds: list[float] = []
-        self.restart()
-
-    def restart(self) -> None:
-        self._last_s = time.perf_counter()
-
-    def wait(self, metrics: StepMetrics) -> StepMetrics:
-        """Fetches the figures of a step, which ends it."""
-        before_s = time.perf_counter()
-        fetched = jax.device_get(metrics)
-        now_s = time.perf_counter()
-        self.seconds.append(now_s - self._last_s)
-        self.host_seconds.append(before_s - self._last_s)
-        self._last_s = now_s
-        return fetched
-
-    def summary(self) -> dict[str, float]:
-        """Medians: seconds of a step, and the host's share of them."""
-        if not self.seconds:
-            return {}
-        step_s = float(np.median(self.seconds))
-        return {
-            "step_s": step_s,
-            "host_share": float(np.median(self.host_seconds)) / step_s,
-        }
-
-
-def _is_due(step: int, last: int, every: int) -> bool:
-    """Whether something is due at a step: at the last, and every so many (0: never)."""
-    return step == last or (bool(every) and step % every == 0)
 
 
 class Trainer:
@@ -128,9 +85,8 @@ class Trainer:
             microbatches=config.train.accumulation,
             rows=self.setup.local_rows(),
         )
-        self.rate = learning_rate(config.optimizer, config.train.steps)
         self.evaluator = Evaluator(self.setup)
-        self.clock = _Clock()
+        self.clock = Clock()
         self.compile_s = 0.0
 
     def run(self) -> dict[str, Any]:
@@ -143,34 +99,36 @@ class Trainer:
         stop = _StopFlag()
         stop.install()
         config = self.config
-        checkpoints = Checkpointer(
+        with Checkpointer(
             self.workdir / "checkpoints",
             keep=config.checkpoint.keep,
             asynchronous=config.checkpoint.asynchronous,
-        )
-        with checkpoints:
-            state = self._first_state(checkpoints)
-            first = int(state.step)
-            if (
-                first >= config.train.steps
-                and (self.workdir / "summary.json").is_file()
-            ):
-                print(f"{self.workdir} has all {first} steps already: nothing to do.")
+        ) as checkpoints:
+            newest = checkpoints.latest()
+            left = config.train.steps - (newest or 0)
+            if left <= 0 and (self.workdir / "summary.json").is_file():
+                print(f"{self.workdir} has all {newest} steps already: nothing to do.")
                 return {}
             (self.workdir / "config.gin").write_text(self.config_text, "utf-8")
+            with ThreadPoolExecutor(1) as background:
+                # While the step compiles, the first state is made or restored.
+                step = background.submit(self._compile) if left > 0 else None
+                state = self._first_state(checkpoints, newest)
+                train_step = step.result() if step else None
             with (
-                MetricsWriter(self.workdir, resume_step=first) as writer,
-                Progress(config.train.steps, first) as progress,
+                MetricsWriter(self.workdir, resume_step=newest or 0) as writer,
+                Progress(config.train.steps, newest or 0) as progress,
             ):
-                state = self._steps(state, checkpoints, writer, progress, stop)
+                log = StepLog(config, writer, progress, self.clock)
+                if train_step:
+                    state = self._steps(train_step, state, checkpoints, log, stop)
                 checkpoints.wait()
                 summary = self._finish(state, writer)
         plots.write_plots(self.workdir)
         return summary
 
-    def _first_state(self, checkpoints: Checkpointer) -> TrainState:
+    def _first_state(self, checkpoints: Checkpointer, newest: int | None) -> TrainState:
         """Where the run goes on, or begins."""
-        newest = checkpoints.latest()
         if newest is not None:
             state = checkpoints.restore(newest, self.setup.abstract_state)
             self.loader.restore(checkpoints.extra(newest)["data"])
@@ -184,114 +142,60 @@ class Trainer:
 
     def _steps(
         self,
+        train_step: CompiledStep,
         state: TrainState,
         checkpoints: Checkpointer,
-        writer: MetricsWriter,
-        progress: Progress,
+        log: StepLog,
         stop: _StopFlag,
     ) -> TrainState:
         """All steps that are left; `state` is given up to them."""
-        first, total = int(state.step), self.config.train.steps
-        if first >= total:
-            return state
+        train = self.config.train
         batch = self._next_batch()
-        before_s = time.perf_counter()
-        train_step = self.setup.train_step().lower(state, batch).compile()
-        self.compile_s = time.perf_counter() - before_s
-        clock = self.clock
-        clock.restart()
+        self.clock.restart()
         previous: StepMetrics | None = None
-        for step in range(first + 1, total + 1):
+        for step in range(int(state.step) + 1, train.steps + 1):
             state, metrics = train_step(state, batch)
             if previous is not None:  # the figures of the step before, as this one runs
-                self._record(step - 1, previous, clock, writer, progress)
+                log.record(step - 1, previous)
             previous = metrics
-            saves = _is_due(step, total, self.config.checkpoint.every_steps)
-            evaluates = step < total and _is_due(step, 0, self.config.train.eval_every)
+            saves = is_due(step, train.steps, self.config.checkpoint.every_steps)
+            evaluates = step < train.steps and is_due(step, 0, train.eval_every)
             if saves or evaluates or stop.signal:
-                evaluated = state if evaluates else None
-                self._record(step, metrics, clock, writer, progress, evaluated)
+                evaluate = partial(self._figures, state) if evaluates else None
+                log.record(step, metrics, evaluate)
                 previous = None
             if saves or stop.signal:
                 notes = {"data": self.loader.state()}
                 checkpoints.save(step, state, notes, self.config_text)
-            if stop.signal and step < total:
+            if step == train.steps:
+                break
+            if stop.signal:
                 checkpoints.wait()
                 raise Stopped(
-                    f"stopped by {stop.signal} after step {step} of {total}, saved in"
-                    f" {self.workdir}; the same command goes on"
+                    f"stopped by {stop.signal} after step {step} of {train.steps},"
+                    f" saved in {self.workdir}; the same command goes on"
                 )
-            if step < total:
+            with self.clock.host():
                 batch = self._next_batch()
         return state
+
+    def _compile(self) -> CompiledStep:
+        before_s = time.perf_counter()
+        setup = self.setup
+        lowered = setup.train_step().lower(setup.abstract_state, setup.abstract_batch())
+        compiled = lowered.compile()
+        self.compile_s = time.perf_counter() - before_s
+        return compiled
 
     def _next_batch(self) -> Any:
         return self.setup.put_batch(next(self.loader))
 
-    def _record(
-        self,
-        step: int,
-        metrics: StepMetrics,
-        clock: _Clock,
-        writer: MetricsWriter,
-        progress: Progress,
-        evaluated: TrainState | None = None,
-    ) -> None:
-        """Waits for a step, checks and logs it; evaluates `evaluated` if given."""
-        metrics = clock.wait(metrics)
-        nll, tokens = metrics.sums.nll, metrics.sums.tokens
-        loss = float(nll.sum() / max(tokens.sum(), 1.0))
-        if not (math.isfinite(loss) and math.isfinite(float(metrics.grad_norm))):
-            raise RunError(
-                f"step {step}: loss {loss}, gradient norm {float(metrics.grad_norm)}."
-                " Both must be finite. Nothing of this step was saved; lower"
-                " Optimizer.learning_rate or set Optimizer.clip_norm."
-            )
-        progress.step(step)
-        every = self.config.train.log_every
-        if evaluated or step == 1 or _is_due(step, self.config.train.steps, every):
-            values = self._values(step, loss, metrics, clock.seconds[-1])
-            if evaluated:
-                values |= self._evaluate(evaluated).figures
-                clock.restart()
-            writer.write(step, values)
-            progress.log(step, values)
-
-    def _values(
-        self, step: int, loss: float, metrics: StepMetrics, step_s: float
-    ) -> dict[str, Any]:
-        """One line of metrics.jsonl."""
-        config, sums = self.config, metrics.sums
-        positions = config.data.batch_size * config.model.sequence_length
-        values = {
-            "loss": loss,
-            "grad_norm": float(metrics.grad_norm),
-            "learning_rate": float(np.asarray(self.rate(step - 1))),
-            "step_s": step_s,
-            "tokens_per_s": positions / step_s,
-        }
-        for task, nll, tokens in zip(TASKS, sums.nll, sums.tokens, strict=True):
-            if tokens:
-                values[f"loss_{task}"] = float(nll / tokens)
-        stats = metrics.stats
-        if stats is not None:
-            load_LE = np.asarray(stats.load_E)
-            groups = positions // config_lib.group_tokens(config.model, config.moe)
-            values["balance_loss"] = float(stats.balance_loss.mean() / groups)
-            values["z_loss"] = float(stats.z_loss.mean() / groups)
-            values |= load_statistics(load_LE)
-            values["dropped_fraction"] = float(
-                stats.dropped.sum() / max(load_LE.sum(), 1)
-            )
-            values["expert_load"] = load_LE.tolist()
-        return values
-
-    def _evaluate(self, state: TrainState) -> Evaluation:
-        return self.evaluator(state.params, state.buffers)
+    def _figures(self, state: TrainState) -> dict[str, float]:
+        return self.evaluator(state.params, state.buffers).figures
 
     def _finish(self, state: TrainState, writer: MetricsWriter) -> dict[str, Any]:
         """Evaluates, prints captions beside the truth, writes summary.json."""
-        figures, captions = self._evaluate(state)
+        figures, captions = self.evaluator(state.params, state.buffers)
         if captions:
             print("\ncaptions of held-out images, written token by token:")
             for language in dict.fromkeys(caption.language for caption in captions):

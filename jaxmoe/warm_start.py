@@ -37,11 +37,18 @@ def load_weights(run: str, abstract_state: TrainState) -> dict[str, Any]:
         newest = checkpoints.latest()
         if newest is None:
             raise ConfigError(
-                f"Train.init_from={run!r} has no complete checkpoint. It must be the"
-                " folder of a run that saved at least once. Name such a folder, or ''."
+                f"{run!r} has no complete checkpoint. Weights come from the folder of a"
+                " run that saved at least once. Name such a folder, or leave"
+                " Train.init_from empty for random weights."
             )
         saved = {leaf["name"]: leaf for leaf in checkpoints.leaves(newest)}
         names = tree_names.named_leaves(own)
+        if left := [n for n in saved if n.split("/")[0] in own and n not in names]:
+            raise ConfigError(
+                f"the run {run!r} has weights that this model has no place for:"
+                f" {', '.join(left)}. A model is the same function only with all of"
+                " them. Use the Model and MoE sections of that run's config.gin."
+            )
         wanted = [_shared_form(x, saved.get(name)) for name, x in names.items()]
         wanted = jax.tree.unflatten(jax.tree.structure(own), wanted)
         loaded = checkpoints.restore(newest, wanted, partial=True)

@@ -21,6 +21,11 @@ from jaxmoe.config import Model, MoE
 
 # One tolerance for "equal in float32, summed in another order".
 RELATIVE = 1e-5
+# For programs that are compiled to be run once: half the time to compile.
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
 
 
 def assert_close(got: Any, want: Any, *, relative: float = RELATIVE) -> None:

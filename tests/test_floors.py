@@ -14,7 +14,7 @@ FLOORS = (
     ("model", "loss"),
     ("pipeline.*", "eplb.*"),
     ("data.*", "optim", "checkpoint*", "metrics*", "plots"),
-    ("train_step", "trainer", "warm_start", "evaluate", "generate"),
+    ("train_step", "step_log", "trainer", "warm_start", "evaluate", "generate"),
     ("cli", "__main__"),
 )
 WITHOUT_JAX = ("jax", "flax", "optax", "orbax", "grain")

@@ -109,8 +109,12 @@ def make_scene(model: Model, moe: MoE, kind: str) -> Scene:
 
 
 @lru_cache
-def sharded(model: Model, moe: MoE, axis_size: int):
-    """The jitted run on data 8/X x expert X: Scene -> Result."""
+def sharded(model: Model, moe: MoE, axis_size: int, *, optimized: bool = False):
+    """The jitted run on data 8/X x expert X: Scene -> Result.
+
+    Args:
+      optimized: compile as the training does, not as fast as can be.
+    """
     graph, params, buffers = split_layer(model, moe)
     mesh = mesh_of(axis_size)
 
@@ -140,7 +144,8 @@ def sharded(model: Model, moe: MoE, axis_size: int):
             in_specs=(specs, whole, rows, rows, rows),
             out_specs=(rows, P(), rows, specs),
             check_vma=False,  # gradients are summed by hand, as in the train step
-        )
+        ),
+        compiler_options=None if optimized else oracle.QUICK,
     )
 
     def call(scene: Scene) -> Result:
@@ -172,7 +177,7 @@ def _dense(moe: MoE, group: int):
 
         return jax.grad(objective, argnums=(0, 1), has_aux=True)(x_TD, params)
 
-    return jax.jit(run)
+    return jax.jit(run, compiler_options=oracle.QUICK)
 
 
 def dense(model: Model, moe: MoE, scene: Scene) -> Result:

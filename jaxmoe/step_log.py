@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floor 6. What is kept of each step: its time, and its figures when they are due."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmoe import config as config_lib
+from jaxmoe.config import Config
+from jaxmoe.data.tasks import TASKS
+from jaxmoe.metrics import MetricsWriter, Progress, load_statistics
+from jaxmoe.optim import learning_rate
+from jaxmoe.train_step import StepMetrics
+
+
+class RunError(RuntimeError):
+    """The run cannot go on: exit code 1."""
+
+
+class Clock:
+    """Seconds from the end of one step to the end of the next.
+
+    Attributes:
+      seconds: of each step.
+      host_seconds: the part of each in which the host prepared the batch and wrote
+        logs. Dispatching is not counted: on CPU it does the step's own work.
+    """
+
+    def __init__(self):
+        self.seconds: list[float] = []
+        self.host_seconds: list[float] = []
+        self.restart()
+
+    def restart(self) -> None:
+        self._last_s, self._host_s = time.perf_counter(), 0.0
+
+    def wait(self, metrics: StepMetrics) -> StepMetrics:
+        """Fetches the figures of a step, which ends it."""
+        fetched = jax.device_get(metrics)
+        now_s = time.perf_counter()
+        self.seconds.append(now_s - self._last_s)
+        self.host_seconds.append(self._host_s)
+        self._last_s, self._host_s = now_s, 0.0
+        return fetched
+
+    @contextlib.contextmanager
+    def host(self) -> Iterator[None]:
+        """Counts what happens inside as work of the host."""
+        before_s = time.perf_counter()
+        yield
+        self._host_s += time.perf_counter() - before_s
+
+    def summary(self) -> dict[str, float]:
+        """Medians: seconds of a step, and the host's share of them."""
+        if not self.seconds:
+            return {}
+        step_s = float(np.median(self.seconds))
+        return {
+            "step_s": step_s,
+            "host_share": float(np.median(self.host_seconds)) / step_s,
+        }
+
+
+class StepLog:
+    """Waits for steps, checks them, and writes their figures where they are due."""
+
+    def __init__(
+        self, config: Config, writer: MetricsWriter, progress: Progress, clock: Clock
+    ):
+        self._config, self._writer, self._progress = config, writer, progress
+        self._clock = clock
+        self._rate = learning_rate(config.optimizer, config.train.steps)
+
+    def record(
+        self,
+        step: int,
+        metrics: StepMetrics,
+        evaluate: Callable[[], Mapping[str, float]] | None = None,
+    ) -> None:
+        """Ends a step.
+
+        Args:
+          step: Updates done with it.
+          metrics: Of this step; waits until they are there.
+          evaluate: Gives figures of an evaluation to be written beside them.
+
+        Raises:
+          RunError: if the loss or the gradient norm is not finite.
+        """
+        metrics = self._clock.wait(metrics)
+        nll, tokens = metrics.sums.nll, metrics.sums.tokens
+        loss = float(nll.sum() / max(tokens.sum(), 1.0))
+        if not (math.isfinite(loss) and math.isfinite(float(metrics.grad_norm))):
+            raise RunError(
+                f"step {step}: loss {loss}, gradient norm {float(metrics.grad_norm)}."
+                " Both must be finite. Nothing of this step was saved; lower"
+                " Optimizer.learning_rate or set Optimizer.clip_norm."
+            )
+        with self._clock.host():
+            self._progress.step(step)
+            train = self._config.train
+            due = step == 1 or is_due(step, train.steps, train.log_every)
+            if not due and evaluate is None:
+                return
+            values = self._values(step, loss, metrics)
+        if evaluate:
+            values |= evaluate()
+            self._clock.restart()
+        with self._clock.host():
+            self._writer.write(step, values)
+            self._progress.log(step, values)
+
+    def _values(self, step: int, loss: float, metrics: StepMetrics) -> dict[str, Any]:
+        """One line of metrics.jsonl."""
+        config, sums = self._config, metrics.sums
+        step_s = self._clock.seconds[-1]
+        positions = config.data.batch_size * config.model.sequence_length
+        values: dict[str, Any] = {
+            "loss": loss,
+            "grad_norm": float(metrics.grad_norm),
+            "learning_rate": float(np.asarray(self._rate(step - 1))),
+            "step_s": step_s,
+            "tokens_per_s": positions / step_s,
+        }
+        for task, nll, tokens in zip(TASKS, sums.nll, sums.tokens, strict=True):
+            if tokens:
+                values[f"loss_{task}"] = float(nll / tokens)
+        stats = metrics.stats
+        if stats is not None:
+            load_LE = np.asarray(stats.load_E)
+            groups = positions // config_lib.group_tokens(config.model, config.moe)
+            values["balance_loss"] = float(stats.balance_loss.mean() / groups)
+            values["z_loss"] = float(stats.z_loss.mean() / groups)
+            values |= load_statistics(load_LE)
+            values["dropped_fraction"] = float(
+                stats.dropped.sum() / max(load_LE.sum(), 1)
+            )
+            values["expert_load"] = load_LE.tolist()
+        return values
+
+
+def is_due(step: int, last: int, every: int) -> bool:
+    """Whether something is due at a step: at the last, and every so many (0: never)."""
+    return step == last or (bool(every) and step % every == 0)
