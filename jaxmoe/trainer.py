@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from jaxmoe import mesh as mesh_lib
-from jaxmoe import plots, warm_start
+from jaxmoe import plots, tree_names, warm_start
 from jaxmoe.checkpoint import Checkpointer
 from jaxmoe.config import Config
 from jaxmoe.data.loader import Loader
@@ -109,11 +109,13 @@ class Trainer:
             if left <= 0 and (self.workdir / "summary.json").is_file():
                 print(f"{self.workdir} has all {newest} steps already: nothing to do.")
                 return {}
+            # What can be the user's mistake comes first; then what is on disk changes.
+            make_state = self._first_state(checkpoints, newest)
             (self.workdir / "config.gin").write_text(self.config_text, "utf-8")
             with ThreadPoolExecutor(1) as background:
                 # While the step compiles, the first state is made or restored.
                 step = background.submit(self._compile) if left > 0 else None
-                state = self._first_state(checkpoints, newest)
+                state = make_state()
                 train_step = step.result() if step else None
             with (
                 MetricsWriter(self.workdir, resume_step=newest or 0) as writer,
@@ -127,18 +129,26 @@ class Trainer:
         plots.write_plots(self.workdir)
         return summary
 
-    def _first_state(self, checkpoints: Checkpointer, newest: int | None) -> TrainState:
-        """Where the run goes on, or begins."""
-        if newest is not None:
-            state = checkpoints.restore(newest, self.setup.abstract_state)
-            self.loader.restore(checkpoints.extra(newest)["data"])
-            print(f"going on from step {newest} of {self.workdir}", flush=True)
-            return state
-        state = self.setup.initial_state()
-        if run := self.config.train.init_from:
-            weights = warm_start.load_weights(run, self.setup.abstract_state)
-            state = dataclasses.replace(state, **weights)
-        return state
+    def _first_state(
+        self, checkpoints: Checkpointer, newest: int | None
+    ) -> Callable[[], TrainState]:
+        """What makes the state where the run goes on, or begins.
+
+        Raises:
+          ConfigError: if that state is not for this model, optimizer or data; nothing
+            is compiled before.
+        """
+        abstract = self.setup.abstract_state
+        if newest is None:
+            run = self.config.train.init_from
+            weights = warm_start.load_weights(run, abstract) if run else {}
+            return lambda: dataclasses.replace(self.setup.initial_state(), **weights)
+        self.loader.restore(checkpoints.extra(newest)["data"])
+        restore = partial(checkpoints.restore, newest, abstract)
+        if tree_names.differences(checkpoints.leaves(newest), abstract):
+            restore()  # raises, with a line for each difference
+        print(f"going on from step {newest} of {self.workdir}", flush=True)
+        return restore
 
     def _steps(
         self,
