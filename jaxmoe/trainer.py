@@ -42,15 +42,24 @@ class Stopped(Exception):
     """A signal asked the run to stop; the state is saved: exit code 75."""
 
 
-@dataclasses.dataclass
 class _StopFlag:
-    """Set by SIGTERM and SIGINT; looked at between steps."""
+    """Set by SIGTERM and SIGINT inside the `with`; looked at between steps.
 
-    signal: str = ""
+    Attributes:
+      signal: Name of the signal, '' before one came.
+    """
 
-    def install(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._set)
+    def __init__(self):
+        self.signal = ""
+
+    def __enter__(self) -> _StopFlag:
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        self._before = {number: signal.signal(number, self._set) for number in numbers}
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
     def _set(self, number: int, _: Any) -> None:
         self.signal = signal.Signals(number).name
@@ -96,14 +105,13 @@ class Trainer:
           RunError: if the loss is not finite.
           Stopped: after a signal, with the state saved.
         """
-        stop = _StopFlag()
-        stop.install()
         config = self.config
-        with Checkpointer(
+        checkpoints = Checkpointer(
             self.workdir / "checkpoints",
             keep=config.checkpoint.keep,
             asynchronous=config.checkpoint.asynchronous,
-        ) as checkpoints:
+        )
+        with _StopFlag() as stop, checkpoints:
             newest = checkpoints.latest()
             left = config.train.steps - (newest or 0)
             if left <= 0 and (self.workdir / "summary.json").is_file():
@@ -168,21 +176,22 @@ class Trainer:
             if previous is not None:  # the figures of the step before, as this one runs
                 log.record(step - 1, previous)
             previous = metrics
+            stopped_by = stop.signal  # once: it may come at any moment
             saves = is_due(step, train.steps, self.config.checkpoint.every_steps)
             evaluates = step < train.steps and is_due(step, 0, train.eval_every)
-            if saves or evaluates or stop.signal:
+            if saves or evaluates or stopped_by:
                 evaluate = partial(self._figures, state) if evaluates else None
                 log.record(step, metrics, evaluate)
                 previous = None
-            if saves or stop.signal:
+            if saves or stopped_by:
                 notes = {"data": self.loader.state()}
                 checkpoints.save(step, state, notes, self.config_text)
             if step == train.steps:
                 break
-            if stop.signal:
+            if stopped_by:
                 checkpoints.wait()
                 raise Stopped(
-                    f"stopped by {stop.signal} after step {step} of {train.steps},"
+                    f"stopped by {stopped_by} after step {step} of {train.steps},"
                     f" saved in {self.workdir}; the same command goes on"
                 )
             with self.clock.host():
