@@ -151,6 +151,8 @@ class Trainer:
             run = self.config.train.init_from
             weights = warm_start.load_weights(run, abstract) if run else {}
             return lambda: dataclasses.replace(self.setup.initial_state(), **weights)
+        for change in _changes(checkpoints.config_text(newest), self.config_text):
+            print(f"since step {newest}: {change}", flush=True)
         self.loader.restore(checkpoints.extra(newest)["data"])
         restore = partial(checkpoints.restore, newest, abstract)
         if tree_names.differences(checkpoints.leaves(newest), abstract):
@@ -233,6 +235,24 @@ class Trainer:
         }
         writer.summary(summary)
         return summary
+
+
+def _changes(then: str, now: str) -> list[str]:
+    """The fields in which two texts of config.gin differ."""
+
+    def fields(text: str) -> dict[str, str]:
+        lines = (line.partition("#")[0] for line in text.splitlines())
+        pairs = (line.partition("=") for line in lines)
+        return {
+            name.strip(): value.strip() for name, is_field, value in pairs if is_field
+        }
+
+    old, new = fields(then), fields(now)
+    return [
+        f"{name} was {old.get(name, 'absent')} and is {new.get(name, 'absent')}"
+        for name in dict.fromkeys((*old, *new))
+        if old.get(name) != new.get(name)
+    ]
 
 
 def evaluate_run(config: Config, workdir: Path) -> dict[str, float]:
