@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs: metrics, checkpoints, stops and restarts, bitwise.
+
+A run that is killed is a process of its own; what goes on from it, and what it is
+compared with, run here: so equal losses are equal across processes.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmoe import cli, plots
+from jaxmoe.checkpoint import Checkpointer
+from jaxmoe.metrics import Progress
+from jaxmoe.optim import learning_rate
+from jaxmoe.train_step import Setup
+from tests import helpers
+from tests.helpers import ROOT, TEXT_ONLY, contents, metrics_of, tiny_config
+
+CONFIG = tiny_config(
+    mesh={"data": 4, "expert": 2, "pipe": 1},
+    data=TEXT_ONLY,
+    optimizer={"schedule": "linear"},
+    checkpoint={"every_steps": 10},
+    train={"steps": 21},
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with helpers.compilation_cache(tmp_path_factory.getbasetemp() / "xla"):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_plots():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "write_plots", lambda workdir: None)
+        yield
+
+
+def train(workdir, config=CONFIG, *more):
+    return cli.main(
+        ["train", f"--workdir={workdir}", *helpers.arguments(config), *more]
+    )
+
+
+def at_step(monkeypatch, step, action):
+    """Calls `action` when the figures of a step have come."""
+    original = Progress.step
+
+    def progress(self, number):
+        original(self, number)
+        if number == step:
+            action()
+
+    monkeypatch.setattr(Progress, "step", progress)
+
+
+def steps_of(workdir):
+    return sorted(int(p.name) for p in (workdir / "checkpoints").glob("[0-9]*"))
+
+
+def saved(workdir, step):
+    """All arrays of a checkpoint, by name."""
+    with Checkpointer(workdir / "checkpoints", read_only=True) as checkpoints:
+        leaves = {
+            leaf["name"]: jax.ShapeDtypeStruct(leaf["shape"], leaf["dtype"])
+            for leaf in checkpoints.leaves(step)
+        }
+        tree = {}
+        for name, leaf in leaves.items():
+            *path, last = name.split("/")
+            node = tree
+            for key in path:
+                node = node.setdefault(key, {})
+            node[last] = leaf
+        return checkpoints.restore(step, tree), checkpoints.extra(step)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The folder of CONFIG's run from beginning to end, which traced its step once."""
+    workdir = tmp_path_factory.mktemp("straight") / "run"
+    traces = []
+    with pytest.MonkeyPatch.context() as patch:
+        original = Setup.step
+        patch.setattr(
+            Setup, "step", lambda *args: (traces.append(1), original(*args))[1]
+        )
+        assert train(workdir) == 0
+    assert len(traces) == 1, "the step is traced and compiled once per run"
+    return workdir
+
+
+def test_21_steps_with_a_save_every_10(straight):
+    """Checkpoints 10, 20 and 21: N = N updates done, the position in the data is batch
+    N, and the last step is saved (CASES K5)."""
+    assert steps_of(straight) == [10, 20, 21]
+    for step in (10, 21):
+        tree, extra = saved(straight, step)
+        assert int(tree["step"]) == step
+        assert extra["data"]["step"] == step
+        assert int(tree["optimizer"]["0"]["count"]) == step
+
+
+def test_the_run_folder(straight):
+    """metrics.jsonl has a line per logged step with the promised figures, summary.json
+    the last ones; config.gin reads back to the same configuration."""
+    lines = metrics_of(straight)
+    assert [line["step"] for line in lines] == list(range(1, 22))
+    promised = {
+        *("step", "loss", "grad_norm", "learning_rate", "balance_loss"),
+        *("load_max_over_mean", "load_cv", "dropped_fraction"),
+        *("loss_text_denoise", "loss_lm"),
+    }
+    assert all(promised <= set(line) for line in lines)
+    first = json.loads((straight / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["step_s"] > 0
+    assert first["tokens_per_s"] == pytest.approx(32 * 40 / first["step_s"])
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+    summary = json.loads((straight / "summary.json").read_text())
+    assert summary["step"] == 21
+    assert summary["mesh"] == "data 4 x expert 2 x pipe 1"
+    assert summary["compile_s"] > 0
+    assert summary["step_s"] > 0
+    assert {"eval_loss_lm", "eval_loss_text_denoise"} <= set(summary)
+    assert (straight / "tensorboard").is_dir()
+    loaded = helpers.gin_config.load([str(straight / "config.gin")])
+    assert loaded.config == CONFIG
+
+
+def test_the_learning_rate_that_is_logged_is_the_one_used(straight):
+    """Line t holds rate(t - 1): 4 steps of warm-up, then the linear decay."""
+    rate = learning_rate(CONFIG.optimizer, 21)
+    want = [float(np.asarray(rate(step))) for step in range(21)]
+    assert [line["learning_rate"] for line in metrics_of(straight)] == want
+    assert want[3] == pytest.approx(max(want))
+
+
+def test_the_figures_are_those_of_the_step(straight):
+    """The lines of steps 1 to 3 are what the step gives outside the trainer: losses by
+    task, gradient norm, loads per routing group."""
+    state = helpers.initial_state(CONFIG, 4, 2)
+    lines = metrics_of(straight)
+    for line, batch in zip(lines, helpers.batches(CONFIG, 3), strict=False):
+        state, metrics = helpers.step_of(CONFIG, 4, 2)(state, batch)
+        assert line["loss"] == pytest.approx(helpers.loss_of(metrics), rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(float(metrics.grad_norm), rel=1e-5)
+        nll, tokens = np.asarray(metrics.sums.nll), np.asarray(metrics.sums.tokens)
+        assert line["loss_lm"] == pytest.approx(nll[3] / tokens[3], rel=1e-5)
+        groups = 32  # one sequence each
+        balance = float(metrics.stats.balance_loss[0]) / groups
+        assert line["balance_loss"] == pytest.approx(balance, rel=1e-5)
+        assert line["dropped_fraction"] == 0.0
+        assert line["expert_load"] == np.asarray(metrics.stats.load_E).tolist()
+
+
+def test_a_finished_run_does_nothing_and_says_so(straight, capsys):
+    """The same command again at 21 of 21: no file changes (CASES K5)."""
+    before = contents(straight)
+    assert train(straight) == 0
+    assert "has all 21 steps already: nothing to do" in capsys.readouterr().out
+    assert contents(straight) == before
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(
+    straight, tmp_path, monkeypatch, capsys
+):
+    """SIGTERM after step 12: exit code 75 and a checkpoint at the next step's end; the
+    same command goes on, and losses, rates, counters, weights, optimizer and position
+    in the data are bitwise those of the run without a stop."""
+    handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
+    with monkeypatch.context() as patch:
+        at_step(patch, 12, lambda: signal.raise_signal(signal.SIGTERM))
+        assert train(tmp_path) == cli.EXIT_STOPPED == 75
+    assert "stopped by SIGTERM after step 13 of 21" in capsys.readouterr().err
+    assert steps_of(tmp_path) == [10, 13]
+    assert not (tmp_path / "summary.json").exists()
+    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == handlers
+    assert train(tmp_path) == 0
+    assert "going on from step 13" in capsys.readouterr().out
+    assert metrics_of(tmp_path) == metrics_of(straight)
+    assert steps_of(tmp_path) == [13, 20, 21]
+    for step in (20, 21):
+        helpers.assert_same(saved(tmp_path, step)[0], saved(straight, step)[0])
+        assert saved(tmp_path, step)[1] == saved(straight, step)[1]
+
+
+def killed(workdir, step, config=CONFIG):
+    """A process of its own that gets SIGKILL when the figures of `step` have come."""
+    code = f"""
+import os, signal, sys
+from jaxmoe import cli
+from jaxmoe.metrics import Progress
+original = Progress.step
+def progress(self, number):
+    original(self, number)
+    if number == {step}:
+        os.kill(os.getpid(), signal.SIGKILL)
+Progress.step = progress
+sys.exit(cli.main(sys.argv[1:]))
+"""
+    command = ["train", f"--workdir={workdir}", *helpers.arguments(config)]
+    return subprocess.run(
+        [sys.executable, "-c", code, *command],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize(
+    "step", [17, *(pytest.param(s, marks=pytest.mark.slow) for s in (5, 11, 20))]
+)
+def test_resuming_after_kill_9_is_bitwise(straight, tmp_path, step):
+    """kill -9 in another process, whatever was being written; the rest of the run, in
+    this process, gives bitwise the losses and the state of never having stopped."""
+    done = killed(tmp_path, step)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not (tmp_path / "summary.json").exists()
+    before = metrics_of(tmp_path)
+    assert before == metrics_of(straight)[: len(before)]
+    assert train(tmp_path) == 0
+    assert metrics_of(tmp_path) == metrics_of(straight)
+    helpers.assert_same(saved(tmp_path, 21)[0], saved(straight, 21)[0])
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [(1, 8), *(pytest.param(m, marks=pytest.mark.slow) for m in [(8, 1), (2, 4)])],
+)
+def test_a_checkpoint_restores_on_another_mesh(straight, tmp_path, mesh, capsys):
+    """Written on 4 x 2, gone on from step 20 on another mesh: the loss of step 21 and
+    the weights after it are the same up to rounding; what changed is told."""
+    shutil.copytree(straight, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints/21")
+    (tmp_path / "run/summary.json").unlink()
+    data, expert = mesh
+    changes = (f"--gin.Mesh.data={data}", f"--gin.Mesh.expert={expert}")
+    other = helpers.changed(CONFIG, mesh={"data": "auto", "expert": "auto"})
+    assert train(tmp_path / "run", other, *changes) == 0
+    out = capsys.readouterr().out
+    assert f"since step 20: Mesh.expert was 2 and is {expert}" in out
+    want, got = metrics_of(straight), metrics_of(tmp_path / "run")
+    assert got[:-1] == want[:-1]
+    assert got[-1]["loss"] == pytest.approx(want[-1]["loss"], rel=1e-5)
+    assert got[-1]["grad_norm"] == pytest.approx(want[-1]["grad_norm"], rel=1e-4)
+    ours = saved(tmp_path / "run", 21)[0]["params"]
+    theirs = saved(straight, 21)[0]["params"]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours, theirs)
+
+
+def test_a_run_that_is_not_finite_stops_and_saves_nothing_of_it(tmp_path, capsys):
+    """A rate of 1e30: step 2 has no finite loss. Exit code 1, one message, and the only
+    checkpoint is that of step 1, from which it would go on (CASES R6)."""
+    config = helpers.changed(
+        CONFIG,
+        optimizer={"name": "sgd", "learning_rate": 1e30, "warmup_steps": 0},
+        checkpoint={"every_steps": 2},
+    )
+    assert train(tmp_path, config) == cli.EXIT_FAILED == 1
+    err = capsys.readouterr().err
+    assert "step 2: loss" in err
+    assert "Both must be finite" in err
+    assert "Traceback" not in err
+    assert steps_of(tmp_path) == []
+    assert [line["step"] for line in metrics_of(tmp_path)] == [1]
+    assert not (tmp_path / "summary.json").exists()
