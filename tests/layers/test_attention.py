@@ -67,8 +67,9 @@ def make(use_bias=True):
     model = Model(width=8, num_heads=2, head_dim=3, use_bias=use_bias, init_std=0.5)
     module = Attention(model, rngs=nnx.Rngs(0))
     if use_bias:
-        module.qkv_bias[...] = jax.random.normal(jax.random.key(1), (3, 2, 3))
-        module.out_bias[...] = jax.random.normal(jax.random.key(2), (8,))
+        rng = np.random.default_rng(0)
+        module.qkv_bias[...] = jnp.asarray(rng.standard_normal((3, 2, 3)), jnp.float32)
+        module.out_bias[...] = jnp.asarray(rng.standard_normal(8), jnp.float32)
     return module
 
 

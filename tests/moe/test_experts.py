@@ -65,7 +65,7 @@ def blocks(weights, x_RD, dy_RD):
     return y_RD, pull(dy_RD)
 
 
-@jax.jit
+@partial(jax.jit, compiler_options=oracle.QUICK)
 def ragged(weights, x_RD, dy_RD):
     """The same of the products by ragged_dot."""
 
@@ -76,7 +76,7 @@ def ragged(weights, x_RD, dy_RD):
     return y_RD, pull(dy_RD)
 
 
-@jax.jit
+@partial(jax.jit, compiler_options=oracle.QUICK)
 def one_by_one(weights, x_RD, dy_RD):
     """The same of each real row with its expert's own matrices."""
     rows, slots = np.array(real_rows()).T

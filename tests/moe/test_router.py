@@ -35,7 +35,24 @@ def steered(moe, width, group):
     """A jitted router whose logits are its tokens, the kernel being the identity."""
     graph, state = nnx.split(make_router(moe, width=width, group=group))
     state["router_kernel"].set_value(jnp.eye(width, dtype=jnp.float32))
-    return jax.jit(lambda x_TD, valid_T: nnx.merge(graph, state)(x_TD, valid_T))
+    apply = lambda x_TD, valid_T: nnx.merge(graph, state)(x_TD, valid_T)  # noqa: E731
+    return jax.jit(apply, compiler_options=oracle.QUICK)
+
+
+@lru_cache
+def rule_of(moe):
+    """The jitted function (logits, bias) -> (ids, weights, probabilities)."""
+
+    def rule(logits_TE, bias_E):
+        if moe.router == "grouped_sigmoid":
+            return router_lib.grouped_sigmoid(logits_TE, bias_E, moe)
+        return getattr(router_lib, moe.router)(logits_TE, moe)
+
+    return jax.jit(rule, compiler_options=oracle.QUICK)
+
+
+quick_weights = jax.jit(oracle.weights, static_argnums=2)
+places = jax.jit(within_capacity, static_argnums=(1, 2), compiler_options=oracle.QUICK)
 
 
 def route(moe, logits_TE, valid_T=None, *, group=None):
@@ -84,14 +101,14 @@ def test_drops_by_hand():
     """
     ids = [[1, 0], [0, 1], [0, 1], [0, 2], [3, 3]]
     kept = [[1, 0], [1, 1], [1, 0], [0, 1], [0, 0]]
-    got = within_capacity(jnp.array([ids]), num_experts=3, limit=2)
+    got = places(np.array([ids]), 3, 2)
     np.testing.assert_array_equal(got[0], np.array(kept, bool))
 
 
 def test_capacity_is_counted_inside_each_group():
     """One place per expert and group: the second group starts from empty experts."""
     ids = jnp.array([[[0], [0], [1]], [[0], [1], [1]]])
-    kept = within_capacity(ids, num_experts=2, limit=1)[:, :, 0]
+    kept = places(ids, 2, 1)[:, :, 0]
     np.testing.assert_array_equal(kept, [[1, 0, 1], [1, 1, 0]])
 
 
@@ -104,7 +121,7 @@ def test_drops_equal_a_loop(data):
     ids = np.array(data.draw(st.lists(one, min_size=G * N, max_size=G * N)))
     valid = np.array(data.draw(st.lists(st.booleans(), min_size=12, max_size=12)))
     void = np.where(valid[:, None], ids, E)
-    got = within_capacity(jnp.array(void.reshape(G, N, K)), E, limit)
+    got = places(void.reshape(G, N, K), E, limit)
     want = oracle.keep(ids, valid, N, limit)
     np.testing.assert_array_equal(got.reshape(G * N, K), want)
 
@@ -207,12 +224,12 @@ def test_grouped_sigmoid_by_hand():
     """
     moe = MoE(num_experts=8, top_k=2, router="grouped_sigmoid", **GROUPED)
     scores = np.array([[0.5, 0.9, 0.8, 0.1, 0.6, 0.6, 0.2, 0.3]])
-    logits = jnp.asarray(np.log(scores / (1 - scores)), jnp.float32)
-    ids, weights, _ = router_lib.grouped_sigmoid(logits, jnp.zeros(8), moe)
+    logits = np.log(scores / (1 - scores)).astype(np.float32)
+    ids, weights, _ = rule_of(moe)(logits, np.zeros(8, np.float32))
     np.testing.assert_array_equal(ids, [[1, 4]])
     np.testing.assert_allclose(weights, [[2.5 * 0.9 / 1.5, 2.5 * 0.6 / 1.5]], rtol=1e-5)
-    bias = jnp.zeros(8).at[7].set(2.0)
-    ids, weights, _ = router_lib.grouped_sigmoid(logits, bias, moe)
+    bias = np.array([0, 0, 0, 0, 0, 0, 0, 2], np.float32)
+    ids, weights, _ = rule_of(moe)(logits, bias)
     np.testing.assert_array_equal(ids, [[7, 1]])
     np.testing.assert_allclose(weights, [[2.5 * 0.3 / 1.2, 2.5 * 0.9 / 1.2]], rtol=1e-5)
 
@@ -236,13 +253,10 @@ def test_choices_and_weights_equal_a_loop(router, k, groups):
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((64, 16)).astype(np.float32)
     bias = rng.standard_normal(16).astype(np.float32)
-    if router == "grouped_sigmoid":
-        got = router_lib.grouped_sigmoid(jnp.asarray(logits), jnp.asarray(bias), moe)
-    else:
-        got = getattr(router_lib, router)(jnp.asarray(logits), moe)
+    got = rule_of(moe)(logits, bias)
     ids = oracle.choose(logits, moe, bias)
     chosen = oracle.one_hot(ids, np.ones(ids.shape, bool), 16)
-    weights, probs = oracle.weights(jnp.asarray(logits), chosen, moe)
+    weights, probs = quick_weights(logits, chosen, moe)
     np.testing.assert_array_equal(got[0], ids)
     np.testing.assert_allclose(got[1], np.take_along_axis(weights, ids, 1), rtol=1e-5)
     np.testing.assert_allclose(got[2], probs, rtol=1e-5)
@@ -258,7 +272,7 @@ def test_no_gradient_reaches_the_bias():
         _, weights, probs = router_lib.grouped_sigmoid(logits, bias, moe)
         return jnp.sum(weights**2) + jnp.sum(probs**2)
 
-    assert not np.any(jax.grad(total)(jnp.ones(8)))
+    assert not np.any(jax.jit(jax.grad(total))(np.ones(8, np.float32)))
     router = make_router(moe)
     assert not jax.tree.leaves(nnx.state(router, nnx.Param))[1:]  # kernel only
 
