@@ -58,7 +58,7 @@ class Model:
     )
     ffn_width: int = option(256, "hidden width of the dense feed-forward layers", low=1)
     layer_pattern: str = option(
-        "moe",
+        "dense,moe",
         "kinds of the layers' feed-forward part, repeated until num_layers are filled:"
         " 'dense' or 'moe', each optionally '*N', with commas, e.g. 'dense*3,moe*58'",
     )
@@ -71,16 +71,16 @@ class Model:
     vocab_size: int | Auto = option(
         "auto", "tokens; 'auto': as the tokenizer has", low=1
     )
-    sequence_length: int = option(48, "positions of a sequence, image and text", low=2)
-    num_patches: int = option(16, "image patches at most per sequence", low=0)
+    sequence_length: int = option(36, "positions of a sequence, image and text", low=2)
+    num_patches: int = option(4, "image patches at most per sequence", low=0)
     patch_dim: int = option(
-        4, "numbers per patch: pixels, or ready-made features", low=1
+        16, "numbers per patch: pixels, or ready-made features", low=1
     )
     tie_embeddings: bool = option(True, "the output projection is the token embedding")
     share_layers: bool = option(
         False, "all layers of a kind share one set of weights (Pseudo-to-Real)"
     )
-    init_std: float = option(0.02, "standard deviation of the initial weights", low=0.0)
+    init_std: float = option(0.15, "standard deviation of the initial weights", low=0.0)
     compute_dtype: Literal["float32", "bfloat16"] = option(
         "float32",
         "type of activations and of the weights in products; masters: float32",
@@ -157,11 +157,11 @@ class Optimizer:
     """The optimizer and its schedule."""
 
     name: Literal["adamw", "adafactor", "sgd"] = option("adamw", "update rule (optax)")
-    learning_rate: float = option(3e-3, "peak learning rate", low=0.0)
+    learning_rate: float = option(4e-3, "peak learning rate", low=0.0)
     schedule: Literal["cosine", "linear", "rsqrt", "constant"] = option(
         "cosine", "shape of the decay after warm-up, over Train.steps"
     )
-    warmup_steps: int = option(50, "steps of linear warm-up from 0", low=0)
+    warmup_steps: int = option(100, "steps of linear warm-up from 0", low=0)
     end_fraction: float = option(
         0.05,
         "final over peak learning rate of 'cosine' and 'linear'",
@@ -196,7 +196,7 @@ class Data:
         "bytes", "'bytes', 'sentencepiece:FILE' or 'tokenizers:FILE' (Hugging Face)"
     )
     patch_size: int = option(
-        2, "pixels along the side of a patch", low=1, high=DIGITS_PIXELS
+        4, "pixels along the side of a patch", low=1, high=DIGITS_PIXELS
     )
     shift_pixels: int = option(
         1,
@@ -207,12 +207,12 @@ class Data:
     held_out: int = option(
         297, "digits images kept from training", low=1, high=DIGITS_IMAGES - 1
     )
-    caption_weight: float = option(0.75, "share of image captioning", low=0.0)
+    caption_weight: float = option(0.84, "share of image captioning", low=0.0)
     image_denoise_weight: float = option(
-        0.05, "share of image-based denoising", low=0.0
+        0.04, "share of image-based denoising", low=0.0
     )
-    text_denoise_weight: float = option(0.1, "share of text denoising", low=0.0)
-    lm_weight: float = option(0.1, "share of language modelling", low=0.0)
+    text_denoise_weight: float = option(0.06, "share of text denoising", low=0.0)
+    lm_weight: float = option(0.06, "share of language modelling", low=0.0)
     mask_fraction: float = option(
         0.3, "share of the tokens masked for denoising", low=0.0, high=1.0
     )
@@ -233,7 +233,7 @@ class Checkpoint:
 class Train:
     """The run."""
 
-    steps: int = option(1000, "optimizer updates in all", low=0)
+    steps: int = option(1300, "optimizer updates in all", low=0)
     seed: int = option(0, "seed of the initial weights", low=0)
     accumulation: int = option(
         1, "microbatches whose gradients are summed before one update", low=1
