@@ -84,6 +84,14 @@ def tiny_config(**overrides: dict[str, Any]) -> Config:
     return config
 
 
+def exacting_config() -> Config:
+    """A tiny model with everything that could depend on the mesh: drops, auxiliary
+    losses, all tasks. Tests of several files share what is compiled for it."""
+    return tiny_config(
+        moe={"capacity_factor": 1.0, "balance_loss": 0.05, "z_loss": 0.01}
+    )
+
+
 def mesh_of(data: int, expert: int) -> Mesh:
     """A mesh over the first data * expert of the 8 devices."""
     devices = np.asarray(jax.devices()[: data * expert]).reshape(data, expert, 1)
@@ -117,7 +125,7 @@ def gradients_of(config: Config, data: int = 8, expert: int = 1):
 def quickly(function: Any, *args: Any) -> Any:
     """A jitted function compiled for these arguments with little optimization.
 
-    What it computes is the same up to rounding, and so are its collectives.
+    What it computes is the same up to rounding; its collectives are the same.
     """
     return function.lower(*args).compile(compiler_options=_QUICK)
 

@@ -16,11 +16,7 @@ from tests import helpers, oracle
 from tests.helpers import MESHES, tiny_config
 from tests.oracle import assert_close
 
-# Drops, both auxiliary losses, all four tasks and padding: nothing may depend on the
-# mesh. Clipping is off where gradients are compared.
-CONFIG = tiny_config(
-    moe={"capacity_factor": 1.0, "balance_loss": 0.05, "z_loss": 0.01},
-)
+CONFIG = helpers.exacting_config()
 SPLITS = [(8, 1, 1), (4, 2, 2), (2, 4, 4), (1, 8, 1)]  # data, expert, accumulation
 GRID = [(*mesh, m) for mesh in MESHES for m in (1, 2, 4)]
 

@@ -46,10 +46,10 @@ def test_masters_and_optimizer_state_are_split_over_all_devices(mesh):
 
 def test_the_state_is_split_after_a_step_too():
     """The step gives the state back in the layout in which it took it, leaf by leaf."""
-    config = tiny_config()
-    state = helpers.initial_state(config, 4, 2)
+    config = helpers.exacting_config()
+    state = helpers.initial_state(config)
     before = jax.tree.map(lambda leaf: leaf.sharding, state)
-    after, _ = helpers.step_of(config, 4, 2)(state, helpers.batches(config)[0])
+    after, _ = helpers.step_of(config)(state, helpers.batches(config)[0])
     same = jax.tree.map(
         lambda old, leaf: leaf.sharding.is_equivalent_to(old, leaf.ndim), before, after
     )
@@ -93,29 +93,41 @@ def compiled_text(config, mesh):
     return setup.train_step().lower(setup.abstract_state, batch).compile().as_text()
 
 
-@pytest.mark.parametrize(
-    "mesh", [(4, 2), *(pytest.param(m, marks=pytest.mark.slow) for m in EIGHT)]
-)
-def test_gradients_reach_the_masters_by_reduce_scatter(mesh):
-    """In the compiled step every gradient goes through a reduce-scatter, whose results
-    together are a device's eighth of all parameters. What is all-reduced are sums and
-    counts: no array above 100 elements. The weights are gathered once."""
-    config = tiny_config()
-    text = compiled_text(config, mesh)
+def check_collectives(text, config, mesh):
+    """Every gradient goes through a reduce-scatter: their results together are an
+    eighth of all parameters. What is all-reduced are sums and counts, no array above
+    100 elements. The weights are gathered once. Tokens are exchanged if experts are
+    split."""
     params = helpers.setup_of(config, *mesh).abstract_params
     total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     experts = sum(math.prod(leaf.shape) for leaf in expert_leaves(params))
-    scattered = collectives(text, "reduce-scatter")
-    gathered = collectives(text, "all-gather")
+    scattered = sum(collectives(text, "reduce-scatter"))
+    gathered = sum(collectives(text, "all-gather"))
     if mesh == (1, 8):  # experts lie on one device each: nothing to sum or gather
-        assert sum(scattered) == (total - experts) // 8
-        assert sum(gathered) == total - experts
+        assert scattered == (total - experts) // 8
+        assert gathered == total - experts
     else:
-        assert sum(scattered) == total // 8
-        assert sum(gathered) == total - experts + experts // mesh[1]
+        assert scattered == total // 8
+        assert gathered == total - experts + experts // mesh[1]
     assert max(collectives(text, "all-reduce")) <= 100
-    exchanges = collectives(text, "all-to-all")
-    assert bool(exchanges) == (mesh[1] > 1)
+    assert bool(collectives(text, "all-to-all")) == (mesh[1] > 1)
+
+
+@pytest.mark.parametrize(("data", "expert", "microbatches"), [(8, 1, 1), (2, 4, 4)])
+def test_gradients_reach_the_masters_by_reduce_scatter(data, expert, microbatches):
+    """The claim of `check_collectives`, without and with accumulation."""
+    config = helpers.exacting_config()
+    config = helpers.changed(config, train={"accumulation": microbatches})
+    text = helpers.step_of(config, data, expert).as_text()
+    check_collectives(text, config, (data, expert))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", EIGHT)
+def test_gradients_reach_the_masters_by_reduce_scatter_as_compiled_for_a_run(mesh):
+    """The same with the compiler options of a run, on every mesh."""
+    config = tiny_config()
+    check_collectives(compiled_text(config, mesh), config, mesh)
 
 
 def expert_leaves(params):
@@ -133,11 +145,6 @@ def expert_leaves(params):
     ],
 )
 def test_no_option_brings_the_all_reduce_back(change):
-    """Accumulation, Adafactor, bfloat16 and remat: still one reduce-scatter for each
-    parameter and no large all-reduce."""
+    """The same with accumulation, Adafactor, bfloat16 and remat."""
     config = tiny_config(**change)
-    text = compiled_text(config, (4, 2))
-    params = helpers.setup_of(config, 4, 2).abstract_params
-    total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-    assert sum(collectives(text, "reduce-scatter")) == total // 8
-    assert max(collectives(text, "all-reduce")) <= 100
+    check_collectives(compiled_text(config, (4, 2)), config, (4, 2))

@@ -5,6 +5,7 @@ A run that is killed is a process of its own; what goes on from it, and what it 
 compared with, run here: so equal losses are equal across processes.
 """
 
+import dataclasses
 import json
 import os
 import shutil
@@ -16,13 +17,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmoe import cli, plots
+from jaxmoe import cli, plots, tree_names
 from jaxmoe.checkpoint import Checkpointer
 from jaxmoe.metrics import Progress
 from jaxmoe.optim import learning_rate
 from jaxmoe.train_step import Setup
+from jaxmoe.trainer import Trainer
 from tests import helpers
-from tests.helpers import ROOT, TEXT_ONLY, contents, metrics_of, tiny_config
+from tests.helpers import MESHES, ROOT, TEXT_ONLY, contents, metrics_of, tiny_config
 
 CONFIG = tiny_config(
     mesh={"data": 4, "expert": 2, "pipe": 1},
@@ -35,8 +37,13 @@ CONFIG = tiny_config(
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
-    with helpers.compilation_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
+    """The environment in which another process finds what was compiled here."""
+    folder = tmp_path_factory.getbasetemp() / "xla"
+    with helpers.compilation_cache(folder):
+        yield {
+            "JAX_COMPILATION_CACHE_DIR": str(folder),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+        }
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -194,7 +201,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(
         assert saved(tmp_path, step)[1] == saved(straight, step)[1]
 
 
-def killed(workdir, step, config=CONFIG):
+def killed(workdir, step, cache):
     """A process of its own that gets SIGKILL when the figures of `step` have come."""
     code = f"""
 import os, signal, sys
@@ -208,11 +215,11 @@ def progress(self, number):
 Progress.step = progress
 sys.exit(cli.main(sys.argv[1:]))
 """
-    command = ["train", f"--workdir={workdir}", *helpers.arguments(config)]
+    command = ["train", f"--workdir={workdir}", *helpers.arguments(CONFIG)]
     return subprocess.run(
         [sys.executable, "-c", code, *command],
         cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | cache,
         capture_output=True,
         text=True,
         timeout=300,
@@ -220,12 +227,16 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize(
-    "step", [17, *(pytest.param(s, marks=pytest.mark.slow) for s in (5, 11, 20))]
+    ("step", "caches"),
+    [
+        (17, True),
+        *(pytest.param(n, False, marks=pytest.mark.slow) for n in (5, 11, 20)),
+    ],
 )
-def test_resuming_after_kill_9_is_bitwise(straight, tmp_path, step):
+def test_resuming_after_kill_9_is_bitwise(straight, tmp_path, step, caches, cache):
     """kill -9 in another process, whatever was being written; the rest of the run, in
     this process, gives bitwise the losses and the state of never having stopped."""
-    done = killed(tmp_path, step)
+    done = killed(tmp_path, step, cache if caches else {})
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (tmp_path / "summary.json").exists()
     before = metrics_of(tmp_path)
@@ -235,44 +246,90 @@ def test_resuming_after_kill_9_is_bitwise(straight, tmp_path, step):
     helpers.assert_same(saved(tmp_path, 21)[0], saved(straight, 21)[0])
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [(1, 8), *(pytest.param(m, marks=pytest.mark.slow) for m in [(8, 1), (2, 4)])],
-)
-def test_a_checkpoint_restores_on_another_mesh(straight, tmp_path, mesh, capsys):
-    """Written on 4 x 2, gone on from step 20 on another mesh: the loss of step 21 and
-    the weights after it are the same up to rounding; what changed is told."""
-    shutil.copytree(straight, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run/checkpoints/21")
-    (tmp_path / "run/summary.json").unlink()
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_checkpoint_restores_on_every_mesh(straight, mesh):
+    """Written on 4 x 2: on any mesh every array has the same content, bitwise, in the
+    layout that this mesh asks for."""
+    own = helpers.setup_of(CONFIG, *mesh).abstract_state
+    with Checkpointer(straight / "checkpoints", read_only=True) as checkpoints:
+        state = checkpoints.restore(20, own)
+    layouts = jax.tree.map(
+        lambda leaf, like: leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim),
+        state,
+        own,
+    )
+    assert all(jax.tree.leaves(layouts))
+    want = tree_names.named_leaves(saved(straight, 20)[0])
+    helpers.assert_same(tree_names.named_leaves(state), want)
+
+
+def rewound(straight, folder):
+    """A copy of the run as it was after step 20."""
+    shutil.copytree(straight, folder)
+    shutil.rmtree(folder / "checkpoints/21")
+    (folder / "summary.json").unlink()
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 8), (8, 1), (2, 4)])
+def test_a_run_goes_on_on_another_mesh(straight, tmp_path, mesh, capsys):
+    """Begun on 4 x 2, gone on from step 20 on another mesh: the loss of step 21 and the
+    weights after it are the same up to rounding; what changed is told."""
+    run = rewound(straight, tmp_path / "run")
     data, expert = mesh
-    changes = (f"--gin.Mesh.data={data}", f"--gin.Mesh.expert={expert}")
-    other = helpers.changed(CONFIG, mesh={"data": "auto", "expert": "auto"})
-    assert train(tmp_path / "run", other, *changes) == 0
+    config = helpers.changed(CONFIG, mesh={"data": data, "expert": expert})
+    assert train(run, config) == 0
     out = capsys.readouterr().out
     assert f"since step 20: Mesh.expert was 2 and is {expert}" in out
-    want, got = metrics_of(straight), metrics_of(tmp_path / "run")
+    want, got = metrics_of(straight), metrics_of(run)
     assert got[:-1] == want[:-1]
     assert got[-1]["loss"] == pytest.approx(want[-1]["loss"], rel=1e-5)
     assert got[-1]["grad_norm"] == pytest.approx(want[-1]["grad_norm"], rel=1e-4)
-    ours = saved(tmp_path / "run", 21)[0]["params"]
-    theirs = saved(straight, 21)[0]["params"]
+    ours, theirs = (saved(folder, 21)[0]["params"] for folder in (run, straight))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours, theirs)
 
 
-def test_a_run_that_is_not_finite_stops_and_saves_nothing_of_it(tmp_path, capsys):
-    """A rate of 1e30: step 2 has no finite loss. Exit code 1, one message, and the only
-    checkpoint is that of step 1, from which it would go on (CASES R6)."""
-    config = helpers.changed(
-        CONFIG,
-        optimizer={"name": "sgd", "learning_rate": 1e30, "warmup_steps": 0},
-        checkpoint={"every_steps": 2},
-    )
+def test_nan_stops_the_run_and_nothing_of_it_is_saved(tmp_path, monkeypatch, capsys):
+    """NaN in one router weight before step 12: exit code 1 at step 12 with one message,
+    and no checkpoint of that state; from that of step 10 the run goes on as if nothing
+    had been (CASES R6)."""
+    original = Trainer._compile
+
+    def compile_with_a_fault(self):
+        train_step, count = original(self), iter(range(1, 22))
+
+        def faulty(state, batch):
+            if next(count) == 12:
+                params = jax.tree.map(lambda leaf: leaf, state.params)
+                router = params["moe"]["moe"]["router"]
+                kernel = np.array(router["router_kernel"])
+                kernel[0, 3, 5] = np.nan
+                layout = router["router_kernel"].sharding
+                router["router_kernel"] = jax.device_put(kernel, layout)
+                state = dataclasses.replace(state, params=params)
+            return train_step(state, batch)
+
+        return faulty
+
+    monkeypatch.setattr(Trainer, "_compile", compile_with_a_fault)
+    config = helpers.changed(CONFIG, checkpoint={"every_steps": 2})
     assert train(tmp_path, config) == cli.EXIT_FAILED == 1
     err = capsys.readouterr().err
-    assert "step 2: loss" in err
+    assert "step 12: loss nan" in err
     assert "Both must be finite" in err
     assert "Traceback" not in err
+    assert steps_of(tmp_path)[-1] == 10
+    assert [line["step"] for line in metrics_of(tmp_path)] == list(range(1, 12))
+    assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.slow
+def test_a_rate_that_is_far_too_large(tmp_path, capsys):
+    """SGD at a rate of 1e30: step 2 has no finite loss; exit code 1."""
+    sgd = {"name": "sgd", "learning_rate": 1e30, "warmup_steps": 0}
+    config = helpers.changed(CONFIG, optimizer=sgd, checkpoint={"every_steps": 2})
+    assert train(tmp_path, config) == 1
+    assert "step 2: loss" in capsys.readouterr().err
     assert steps_of(tmp_path) == []
     assert [line["step"] for line in metrics_of(tmp_path)] == [1]
-    assert not (tmp_path / "summary.json").exists()
