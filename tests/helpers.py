@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -196,12 +197,12 @@ def assert_same(got: Any, want: Any) -> None:
 
 @contextlib.contextmanager
 def compilations() -> Iterator[list[str]]:
-    """Collects one entry for each program that XLA compiles meanwhile."""
+    """Collects the names of the programs that are compiled or taken from a cache."""
     found: list[str] = []
 
-    def listen(event: str, seconds: float, **_: Any) -> None:
+    def listen(event: str, seconds: float, **what: Any) -> None:
         if event.endswith("backend_compile_duration"):
-            found.append(event)
+            found.append(what.get("fun_name", ""))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
@@ -229,6 +230,25 @@ def compilation_cache(folder: Path) -> Iterator[None]:
 # Runs ------------------------------------------------------------------------------
 
 
+def run_config() -> Config:
+    """A run of seconds: 21 steps on running text, a checkpoint every 10, on 4 x 2."""
+    return tiny_config(
+        mesh={"data": 4, "expert": 2, "pipe": 1},
+        data=TEXT_ONLY,
+        optimizer={"schedule": "linear"},
+        checkpoint={"every_steps": 10},
+        train={"steps": 21},
+    )
+
+
+def rewound(run: Path, folder: Path) -> Path:
+    """A copy of a finished run of `run_config` as it was after step 20."""
+    shutil.copytree(run, folder)
+    shutil.rmtree(folder / "checkpoints" / "21")
+    (folder / "summary.json").unlink()
+    return folder
+
+
 def arguments(config: Config) -> list[str]:
     """The command-line options that give this configuration."""
     found = []
@@ -253,7 +273,7 @@ def metrics_of(workdir: Path) -> list[dict[str, Any]]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, by its path, and every folder."""
+    """Every file and folder below a folder, by its path."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b""
         for path in sorted(folder.rglob("*"))

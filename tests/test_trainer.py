@@ -8,7 +8,6 @@ compared with, run here: so equal losses are equal across processes.
 import dataclasses
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,15 +23,9 @@ from jaxmoe.optim import learning_rate
 from jaxmoe.train_step import Setup
 from jaxmoe.trainer import Trainer
 from tests import helpers
-from tests.helpers import MESHES, ROOT, TEXT_ONLY, contents, metrics_of, tiny_config
+from tests.helpers import MESHES, ROOT, contents, metrics_of
 
-CONFIG = tiny_config(
-    mesh={"data": 4, "expert": 2, "pipe": 1},
-    data=TEXT_ONLY,
-    optimizer={"schedule": "linear"},
-    checkpoint={"every_steps": 10},
-    train={"steps": 21},
-)
+CONFIG = helpers.run_config()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -263,20 +256,12 @@ def test_a_checkpoint_restores_on_every_mesh(straight, mesh):
     helpers.assert_same(tree_names.named_leaves(state), want)
 
 
-def rewound(straight, folder):
-    """A copy of the run as it was after step 20."""
-    shutil.copytree(straight, folder)
-    shutil.rmtree(folder / "checkpoints/21")
-    (folder / "summary.json").unlink()
-    return folder
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 8), (8, 1), (2, 4)])
 def test_a_run_goes_on_on_another_mesh(straight, tmp_path, mesh, capsys):
     """Begun on 4 x 2, gone on from step 20 on another mesh: the loss of step 21 and the
     weights after it are the same up to rounding; what changed is told."""
-    run = rewound(straight, tmp_path / "run")
+    run = helpers.rewound(straight, tmp_path / "run")
     data, expert = mesh
     config = helpers.changed(CONFIG, mesh={"data": data, "expert": expert})
     assert train(run, config) == 0
