@@ -78,7 +78,7 @@ NEW_RUNS = [  # arguments, what the message says
     (["--gin.Model.vocab_size=100"], ("Model.vocab_size=100", "264")),
     (
         ["--gin.Data.source='digits'", "--gin.Model.sequence_length=8"],
-        ("Model.sequence_length=8", "caption"),
+        ("Model.sequence_length=8", "at least 36"),
     ),
     # files
     (["--gin_file=nowhere.gin"], ("nowhere.gin",)),

@@ -6,6 +6,7 @@ compared with, run here: so equal losses are equal across processes.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -90,11 +91,15 @@ def straight(tmp_path_factory):
     """The folder of CONFIG's run from beginning to end, which traced its step once."""
     workdir = tmp_path_factory.mktemp("straight") / "run"
     traces = []
+    original = Setup.step
+
+    @functools.wraps(original)  # the program's name is part of its place in the cache
+    def step(*arguments):
+        traces.append(arguments)
+        return original(*arguments)
+
     with pytest.MonkeyPatch.context() as patch:
-        original = Setup.step
-        patch.setattr(
-            Setup, "step", lambda *args: (traces.append(1), original(*args))[1]
-        )
+        patch.setattr(Setup, "step", step)
         assert train(workdir) == 0
     assert len(traces) == 1, "the step is traced and compiled once per run"
     return workdir
