@@ -237,7 +237,7 @@ def run_config() -> Config:
         data=TEXT_ONLY,
         optimizer={"schedule": "linear"},
         checkpoint={"every_steps": 10},
-        train={"steps": 21},
+        train={"steps": 21, "eval_every": 20},
     )
 
 

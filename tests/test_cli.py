@@ -216,6 +216,7 @@ def test_going_on_with_a_safe_difference(finished, unfinished, tmp_path, capsys)
     assert "since step 20: Train.log_every was 1 and is 5" in out
     assert "since step 20: Checkpoint.keep was 3 and is 5" in out
     assert out.count("since step 20") == 2
+    assert "cpu: mesh data 4 x expert 2 x pipe 1 (8 devices" in out
     assert metrics_of(run) == metrics_of(finished)
     assert "Train.log_every = 5" in (run / "config.gin").read_text("utf-8")
 

@@ -168,6 +168,17 @@ def test_losses_of_12_adamw_steps_do_not_depend_on_the_mesh(split):
     assert want[-1] < want[0] - 0.5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adafactor", "sgd"])
+def test_losses_of_other_optimizers_do_not_depend_on_the_mesh(name):
+    """The same claim over 6 steps; SGD at a rate at which it does not drift."""
+    optimizer = {"name": name, "learning_rate": 0.01}
+    config = helpers.changed(CONFIG, optimizer=optimizer)
+    want = helpers.losses_of(config, 1, 1, 6)
+    got = helpers.losses_of(accumulating(config, 2), 2, 4, 6)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
 def test_one_loss_sequence_per_seed_and_data_bitwise():
     """Two runs on one mesh give the same 5 losses and the same weights, bitwise."""
 

@@ -5,6 +5,7 @@ A run that is killed is a process of its own; what goes on from it, and what it 
 compared with, run here: so equal losses are equal across processes.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -127,6 +128,8 @@ def test_the_run_folder(straight):
         *("loss_text_denoise", "loss_lm"),
     }
     assert all(promised <= set(line) for line in lines)
+    evaluated = [line["step"] for line in lines if "eval_loss_lm" in line]
+    assert evaluated == [20], "Train.eval_every"
     first = json.loads((straight / "metrics.jsonl").read_text().splitlines()[0])
     assert first["step_s"] > 0
     assert first["tokens_per_s"] == pytest.approx(32 * 40 / first["step_s"])
@@ -166,6 +169,27 @@ def test_the_figures_are_those_of_the_step(straight):
         assert line["balance_loss"] == pytest.approx(balance, rel=1e-5)
         assert line["dropped_fraction"] == 0.0
         assert line["expert_load"] == np.asarray(metrics.stats.load_E).tolist()
+
+
+def test_a_new_run_from_the_weights_alone(straight, tmp_path):
+    """Train.init_from: the first loss is that of the finished run's weights, evaluated
+    on the first batch; step, rate, optimizer and data begin anew."""
+    assert train(tmp_path, CONFIG, f"--gin.Train.init_from={str(straight)!r}") == 0
+    fresh = helpers.initial_state(CONFIG, 4, 2)
+    layout = jax.tree.map(lambda leaf: leaf.sharding, fresh.params)
+    params = jax.device_put(saved(straight, 21)[0]["params"], layout)
+    state = dataclasses.replace(fresh, params=params)
+    step = helpers.step_of(CONFIG, 4, 2)
+    _, metrics = step(state, helpers.batches(CONFIG)[0])
+    lines, before = metrics_of(tmp_path), metrics_of(straight)
+    assert lines[0]["loss"] == pytest.approx(helpers.loss_of(metrics), rel=1e-5)
+    assert lines[0]["loss"] < before[0]["loss"] - 0.5
+    for name in ("step", "learning_rate"):
+        assert [line[name] for line in lines] == [line[name] for line in before]
+    assert steps_of(tmp_path) == [10, 20, 21]
+    tree, extra = saved(tmp_path, 21)
+    assert int(tree["step"]) == int(tree["optimizer"]["0"]["count"]) == 21
+    assert extra == saved(straight, 21)[1]
 
 
 def test_a_finished_run_does_nothing_and_says_so(straight, capsys):
@@ -240,6 +264,25 @@ def test_resuming_after_kill_9_is_bitwise(straight, tmp_path, step, caches, cach
     before = metrics_of(tmp_path)
     assert before == metrics_of(straight)[: len(before)]
     assert train(tmp_path) == 0
+    assert metrics_of(tmp_path) == metrics_of(straight)
+    helpers.assert_same(saved(tmp_path, 21)[0], saved(straight, 21)[0])
+
+
+@pytest.mark.slow
+def test_kills_at_any_moment_lose_nothing(straight, tmp_path):
+    """kill -9 from outside at four moments, in start, compilation, steps or saves; then
+    the same command to the end: bitwise the run without a kill."""
+    rng = np.random.default_rng(0)
+    command = ["train", f"--workdir={tmp_path}", *helpers.arguments(CONFIG)]
+    for seconds in rng.uniform(2, 20, size=4):
+        process = helpers.start(command)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=seconds)
+        process.kill()
+        process.communicate()
+    process = helpers.start(command)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
     assert metrics_of(tmp_path) == metrics_of(straight)
     helpers.assert_same(saved(tmp_path, 21)[0], saved(straight, 21)[0])
 

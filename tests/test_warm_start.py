@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmoe import tree_names
+from jaxmoe import cli, tree_names
 from jaxmoe.checkpoint import Checkpointer
 from jaxmoe.config import ConfigError
 from jaxmoe.warm_start import load_weights
@@ -153,6 +153,29 @@ def test_several_layers_do_not_become_shared_ones(tmp_path):
     save(REAL, tmp_path)
     with pytest.raises(ConfigError, match=re.escape("saved float32[2, 8, 16, 32]")):
         load_weights(str(tmp_path), abstract(SHARED))
+
+
+@pytest.mark.slow
+def test_pseudo_to_real_as_two_runs(tmp_path):
+    """A run with shared layers, then one without that starts from it: its first loss is
+    the shared run's last state evaluated on that batch; then its layers part."""
+    shared = helpers.changed(helpers.run_config(), model={"num_layers": 4})
+    real = helpers.changed(shared, train={"init_from": str(tmp_path / "shared")})
+    shared = helpers.changed(shared, model={"share_layers": True})
+    for name, config in (("shared", shared), ("real", real)):
+        command = ["train", f"--workdir={tmp_path / name}"]
+        assert cli.main([*command, *helpers.arguments(config)]) == 0
+    weights = load_weights(str(tmp_path / "shared"), abstract(shared))
+    _, metrics = helpers.gradients_of(shared, 4, 2)(
+        weights["params"], weights["buffers"], helpers.batches(shared)[0]
+    )
+    lines = helpers.metrics_of(tmp_path / "real")
+    assert lines[0]["loss"] == pytest.approx(helpers.loss_of(metrics), rel=1e-5)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    last = load_weights(str(tmp_path / "real"), abstract(real))
+    up = np.asarray(last["params"]["moe"]["moe"]["experts"]["up"])
+    assert up.shape[0] == 2
+    assert np.abs(up[0] - up[1]).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["empty", "absent"])
