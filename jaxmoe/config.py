@@ -71,7 +71,7 @@ class Model:
     vocab_size: int | Auto = option(
         "auto", "tokens; 'auto': as the tokenizer has", low=1
     )
-    sequence_length: int = option(36, "positions of a sequence, image and text", low=2)
+    sequence_length: int = option(28, "positions of a sequence, image and text", low=2)
     num_patches: int = option(4, "image patches at most per sequence", low=0)
     patch_dim: int = option(
         16, "numbers per patch: pixels, or ready-made features", low=1

@@ -29,9 +29,9 @@ _WORDS: dict[Language, tuple[str, ...]] = {
     ),
     "zh": tuple("零一二三四五六七八九"),
 }
-# Short on purpose: with bytes a caption has at most 15 tokens, so that 16 patches, a
-# corrupted caption and the caption itself fit into 48 positions.
-_FRAMES: dict[Language, str] = {"en": "the digit {}", "zh": "数字{}"}
+# Short on purpose: with bytes a caption has at most 11 tokens, so that 4 patches, a
+# corrupted caption and the caption itself fit into 28 positions.
+_FRAMES: dict[Language, str] = {"en": "digit {}", "zh": "数字{}"}
 
 
 class Digits(NamedTuple):
@@ -42,7 +42,7 @@ class Digits(NamedTuple):
 
 
 def caption(label: int, language: Language) -> str:
-    """The true caption of an image, e.g. 'the digit seven'."""
+    """The true caption of an image, e.g. 'digit seven'."""
     return _FRAMES[language].format(_WORDS[language][label])
 
 

@@ -47,7 +47,7 @@ def test_captions_are_distinct_and_short():
     captions = [
         digits.caption(i, language) for language in LANGUAGES for i in range(10)
     ]
-    assert digits.caption(7, "en") == "the digit seven"
+    assert digits.caption(7, "en") == "digit seven"
     assert digits.caption(7, "zh") == "数字七"
     assert len(set(captions)) == 20
     assert max(len(tokenizer.encode(text)) for text in captions) == 15
