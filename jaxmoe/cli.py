@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxmoe import __version__, gin_config
-from jaxmoe import config as config_lib
+from jaxmoe import __version__, config_checks, gin_config
 from jaxmoe.config import ConfigError
 
 EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED = 1, 2, 75
@@ -62,7 +61,7 @@ def _train(arguments: list[str]) -> int:
         return 0
     options = _parser("train").parse_args(rest)
     loaded = gin_config.load(files, bindings)
-    config_lib.check(loaded.config)
+    config_checks.check(loaded.config)
     config_text = gin_config.to_gin(loaded.config, loaded.provenance)
     workdir = Path(options.workdir or _new_workdir(files)).absolute()
     if workdir.is_file():
@@ -113,7 +112,7 @@ def _eval(arguments: list[str]) -> int:
             " `jaxmoe eval` evaluates a run. Name the folder that train wrote."
         )
     loaded = gin_config.load([str(saved), *files], bindings)
-    config_lib.check(loaded.config)
+    config_checks.check(loaded.config)
 
     from jaxmoe.trainer import evaluate_run
 

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from jaxmoe import config as config_lib
+from jaxmoe import config_checks
 from jaxmoe.config import Config, ConfigError
 
 AXES = ("data", "expert", "pipe")
@@ -124,7 +125,7 @@ def resolve_sizes(config: Config, num_devices: int) -> Sizes:
     reason += f", {', '.join(given)} given" if given else ""
     reason += f", {config.moe.num_experts} experts to split"
     sizes = Sizes(data, expert, pipe, reason)
-    config_lib.check_mesh(config, data, expert, pipe)
+    config_checks.check_mesh(config, data, expert, pipe)
     return sizes
 
 

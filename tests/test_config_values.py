@@ -6,6 +6,7 @@ import re
 import pytest
 
 from jaxmoe.config import Config, ConfigError
+from jaxmoe.config_values import FIELDS
 from jaxmoe.gin_config import load
 
 
@@ -57,6 +58,12 @@ GRAMMAR = "a value is a number, True, False, None, or a string in quotes"
 EMPTY = "an empty value means neither '' nor None nor the default"
 UNKNOWN = "does not exist: only fields of the configuration can be set"
 
+
+def default(name: str) -> str:
+    """How a message writes the default of a field, e.g. of 'Train.steps'."""
+    return f"{name}={FIELDS[name].field.default!r}"
+
+
 # An override, and the whole message. `{}` stands for "(command line)".
 REFUSED = [
     (
@@ -81,27 +88,33 @@ REFUSED = [
     ),
     (
         "Train.steps=ten",
-        "Train.steps='ten' {} is a string: it takes a whole number. Write"
-        " Train.steps=1000.",
+        "Train.steps='ten' {} is a string: it takes a whole number. Write "
+        + default("Train.steps")
+        + ".",
     ),
     (
         "Train.steps=True",
-        "Train.steps=True {} is True or False: it takes a whole number. Write"
-        " Train.steps=1000.",
+        "Train.steps=True {} is True or False: it takes a whole number. Write "
+        + default("Train.steps")
+        + ".",
     ),
     (
         "Train.steps=10#5",
-        "Train.steps='10#5' {} is a string: it takes a whole number. Write"
-        " Train.steps=1000.",
+        "Train.steps='10#5' {} is a string: it takes a whole number. Write "
+        + default("Train.steps")
+        + ".",
     ),
     (
         "Train.steps=None",
-        "Train.steps=None {} is no value: it takes a whole number. Write"
-        " Train.steps=1000.",
+        "Train.steps=None {} is no value: it takes a whole number. Write "
+        + default("Train.steps")
+        + ".",
     ),
     (
         "MoE.top_k=[1, 2]",
-        "MoE.top_k=[1, 2] {} is a list: it takes a whole number. Write MoE.top_k=2.",
+        "MoE.top_k=[1, 2] {} is a list: it takes a whole number. Write "
+        + default("MoE.top_k")
+        + ".",
     ),
     (
         "MoE.balance_loss='0.5'",
@@ -110,13 +123,15 @@ REFUSED = [
     ),
     (
         "MoE.balance_loss=nan",
-        "MoE.balance_loss='nan' {} is a string: it takes a number. Write"
-        " MoE.balance_loss=0.01.",
+        "MoE.balance_loss='nan' {} is a string: it takes a number. Write "
+        + default("MoE.balance_loss")
+        + ".",
     ),
     (
         "MoE.balance_loss=1e999",
-        "MoE.balance_loss=inf {} is no value: NaN and infinity are refused. Set"
-        " MoE.balance_loss=0.01 (the default).",
+        "MoE.balance_loss=inf {} is no value: NaN and infinity are refused. Set "
+        + default("MoE.balance_loss")
+        + " (the default).",
     ),
     (
         "MoE.capacity_factor=none",
@@ -125,18 +140,21 @@ REFUSED = [
     ),
     (
         "MoE.capacity_factor=0",
-        "MoE.capacity_factor=0.0 {} is too small: it must be above 0. Set"
-        " MoE.capacity_factor=None (the default).",
+        "MoE.capacity_factor=0.0 {} is too small: it must be above 0. Set "
+        + default("MoE.capacity_factor")
+        + " (the default).",
     ),
     (
         "MoE.num_experts=0",
-        "MoE.num_experts=0 {} is too small: it must be at least 1. Set"
-        " MoE.num_experts=8 (the default).",
+        "MoE.num_experts=0 {} is too small: it must be at least 1. Set "
+        + default("MoE.num_experts")
+        + " (the default).",
     ),
     (
         "Train.seed=2147483648",
-        "Train.seed=2147483648 {} is too large: it must be at most 2147483647. Set"
-        " Train.seed=0 (the default).",
+        "Train.seed=2147483648 {} is too large: it must be at most 2147483647. Set "
+        + default("Train.seed")
+        + " (the default).",
     ),
     (
         "Model.use_bias=1",
@@ -161,7 +179,7 @@ REFUSED = [
     (
         "Optimizer.name=3",
         "Optimizer.name=3 {} is a whole number: it takes 'adamw', 'adafactor' or"
-        " 'sgd'. Write Optimizer.name='adamw'.",
+        " 'sgd'. Write " + default("Optimizer.name") + ".",
     ),
     (
         "Train.init_from=None",
@@ -190,8 +208,11 @@ REFUSED = [
     ),
     (
         "Train.steps= ",
-        "Train.steps {} has no value: " + EMPTY + ". Write Train.steps=1000, or leave"
-        " it out.",
+        "Train.steps {} has no value: "
+        + EMPTY
+        + ". Write "
+        + default("Train.steps")
+        + ", or leave it out.",
     ),
     (
         "MoE.num_expert=4",
@@ -245,13 +266,16 @@ REFUSED = [
     ),
     (
         "Model.width=-%wide",
-        "Model.width='-%wide' {} cannot be read: " + GRAMMAR + ". Write"
-        " Model.width=64, for example.",
+        "Model.width='-%wide' {} cannot be read: "
+        + GRAMMAR
+        + ". Write "
+        + default("Model.width")
+        + ", for example.",
     ),
     (
         "Model.width=@Mesh()",
         "Model.width=@Mesh() {} refers to an object: a configuration holds values."
-        " Write Model.width=64, for example.",
+        " Write " + default("Model.width") + ", for example.",
     ),
     (
         "MoE.top_k",

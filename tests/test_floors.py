@@ -8,7 +8,10 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 FLOORS = (
-    ("xla_options", "config", "config_base", "config_values", "gin_config"),
+    (
+        *("xla_options", "config", "config_base", "config_checks", "config_values"),
+        "gin_config",
+    ),
     ("mesh", "sharding", "tree_names"),
     ("layers.*", "moe.*"),
     ("model", "loss"),

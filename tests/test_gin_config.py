@@ -88,7 +88,7 @@ REFUSED_FILES = [
     (
         "Model.width = 64 128",
         "Model.width='64 128' (a.gin:1) is a string: it takes a whole number. Write"
-        " Model.width=64.",
+        f" Model.width={Config().model.width}.",
     ),
     (
         "import os",
@@ -170,7 +170,7 @@ def test_file_with_a_similar_name_is_proposed():
     "text", ["Train.steps = 5\r\nTrain.seed = 6\r\n", "\ufeff", "#"]
 )
 def test_texts_of_other_editors(text):
-    assert load([write(text)]).config.train.steps in (5, 1000)
+    assert load([write(text)]).config.train.steps in (5, Config().train.steps)
 
 
 def test_blocks_and_macros():
@@ -263,7 +263,7 @@ def test_other_configurables_are_left_alone():
 def test_active_scopes_are_ignored():
     with gin.config_scope("evaluation"):
         gin.bind_parameter("evaluation/jaxmoe.MoE.top_k", 7)
-        assert load().config.moe.top_k == 2
+        assert load().config == Config()
     gin.clear_config()
 
 
@@ -369,7 +369,8 @@ def test_to_gin_tells_where_values_come_from():
     lines = to_gin(loaded.config, loaded.provenance).splitlines()
     assert "MoE.num_experts = 16                      # command line" in lines
     assert "MoE.top_k = 4                             # a.gin:1" in lines
-    assert "MoE.router = 'top_k'                      # default" in lines
+    router = f"MoE.router = {Config().moe.router!r}"
+    assert f"{router:41} # default" in lines
     assert len([line for line in lines if " = " in line]) == len(FIELDS)
 
 

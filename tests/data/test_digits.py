@@ -50,7 +50,7 @@ def test_captions_are_distinct_and_short():
     assert digits.caption(7, "en") == "digit seven"
     assert digits.caption(7, "zh") == "数字七"
     assert len(set(captions)) == 20
-    assert max(len(tokenizer.encode(text)) for text in captions) == 15
+    assert max(len(tokenizer.encode(text)) for text in captions) == 11
 
 
 @pytest.mark.parametrize("patch_size", [1, 2, 4, 8])

@@ -15,9 +15,24 @@ from jaxmoe.data.records import Records, task_weights, vocab_size
 from jaxmoe.data.tasks import IMAGE_TASKS, TASKS
 from jaxmoe.data.tokenizer import BOS, CHINESE, ENGLISH, EOS, MASK, make_tokenizer
 
-MODEL = Model()
+MODEL = Model(sequence_length=48, num_patches=16, patch_dim=4)
 EVEN = {f"{task}_weight": 0.25 for task in TASKS}
-SMALL = Data(batch_size=12, **EVEN)
+# Everything that decides the stream, whatever the defaults are.
+DATA = Data(
+    source="digits",
+    batch_size=64,
+    seed=0,
+    tokenizer="bytes",
+    patch_size=2,
+    shift_pixels=1,
+    held_out=297,
+    caption_weight=0.75,
+    image_denoise_weight=0.05,
+    text_denoise_weight=0.1,
+    lm_weight=0.1,
+    mask_fraction=0.3,
+)
+SMALL = dataclasses.replace(DATA, batch_size=12, **EVEN)
 TOKENIZER = make_tokenizer("bytes")
 
 
@@ -37,7 +52,7 @@ def make_loader():
 
 def only(task, **options):
     weights = {f"{name}_weight": float(name == task) for name in TASKS}
-    return Data(**weights, **options)
+    return dataclasses.replace(DATA, **weights, **options)
 
 
 def take(loader, steps):
@@ -165,7 +180,8 @@ def test_stream_is_what_it_was(make_loader):
         "caption_weight": 0.75,
         "image_denoise_weight": 0.25,
     }
-    batch = flat(next(make_loader(Data(batch_size=8, **weights))))
+    data = dataclasses.replace(DATA, batch_size=8, **weights)
+    batch = flat(next(make_loader(data)))
     rows = zip(batch["task"], batch["tokens"], batch["targets"], strict=True)
     said = [
         (int(task.max()), int(tokens[16]), TOKENIZER.decode(targets[targets > 0]))
@@ -246,9 +262,10 @@ def test_epochs_have_every_record_in_another_order(make_loader):
 
 def test_mixture(make_loader):
     """Shares are those of the weights, over the run and in each batch."""
-    weights = task_weights(Data())
+    weights = task_weights(DATA)
     counts = np.zeros(4)
-    for batch in take(make_loader(Data(batch_size=200)), 5):
+    data = dataclasses.replace(DATA, batch_size=200)
+    for batch in take(make_loader(data), 5):
         task = flat(batch)["task"].max(-1) - 1
         in_batch = np.bincount(task, minlength=4)
         np.testing.assert_allclose(in_batch / 200, list(weights.values()), atol=0.01)
@@ -257,7 +274,8 @@ def test_mixture(make_loader):
 
 
 def test_weights_need_not_sum_to_one():
-    data = Data(
+    data = dataclasses.replace(
+        DATA,
         caption_weight=3.0,
         image_denoise_weight=0.0,
         text_denoise_weight=0.0,
@@ -343,9 +361,9 @@ def test_held_out_is_never_trained_on(make_loader):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_held_out_batches(task):
-    data = Data(seed=5)
+    data = dataclasses.replace(DATA, seed=5)
     one = list(held_out_batches(data, MODEL, task, 16, 3))
-    other = list(held_out_batches(Data(), MODEL, task, 16, 3))
+    other = list(held_out_batches(DATA, MODEL, task, 16, 3))
     assert len(one) == 3
     for batch, again in zip(one, other, strict=True):
         assert batch["tokens"].shape == (1, 16, 48)
@@ -358,11 +376,10 @@ def test_held_out_batches(task):
 
 
 def test_held_out_captions_are_true_and_in_both_languages():
-    data = Data()
-    images, labels = held_out_images(data)
-    (batch,) = held_out_batches(data, MODEL, "caption", 297, 1)
+    images, labels = held_out_images(DATA)
+    (batch,) = held_out_batches(DATA, MODEL, "caption", 297, 1)
     batch = flat(batch)
-    expected = digits.to_patches(images, data.patch_size)
+    expected = digits.to_patches(images, DATA.patch_size)
     np.testing.assert_array_equal(batch["patches"], expected)
     for i, label in enumerate(labels):
         said = TOKENIZER.decode(batch["targets"][i, 16:])
@@ -372,12 +389,13 @@ def test_held_out_captions_are_true_and_in_both_languages():
 def test_text_alone(make_loader):
     """Without images the patches may be none at all, and no image is loaded."""
     model = dataclasses.replace(MODEL, num_patches=0, patch_dim=7, sequence_length=20)
-    batch = next(make_loader(Data(source="text", batch_size=8), model=model))
+    data = dataclasses.replace(DATA, source="text", batch_size=8)
+    batch = next(make_loader(data, model=model))
     assert batch["patches"].shape == (1, 8, 0, 7)
     assert set(np.unique(batch["task"])) <= {0, 3, 4}
     check_positions(batch)
     with pytest.raises(ConfigError, match="has no images, which the task 'caption'"):
-        held_out_batches(Data(source="text"), model, "caption", 4, 1)
+        held_out_batches(data, model, "caption", 4, 1)
 
 
 def test_sequences_longer_than_the_text(make_loader):
@@ -430,14 +448,14 @@ ERRORS = {
     ),
     "length": (
         {},
-        {"sequence_length": 47},
-        "Model.sequence_length=47 .*'image_denoise'.*Set Model.sequence_length to at"
-        " least 48, or Data.image_denoise_weight to 0",
+        {"sequence_length": 39},
+        "Model.sequence_length=39 .*'image_denoise'.*Set Model.sequence_length to at"
+        " least 40, or Data.image_denoise_weight to 0",
     ),
     "caption length": (
         {"image_denoise_weight": 0.0},
-        {"sequence_length": 31},
-        "'caption'.*Model.sequence_length to at least 32",
+        {"sequence_length": 27},
+        "'caption'.*Model.sequence_length to at least 28",
     ),
     "vocabulary": (
         {},
@@ -451,20 +469,20 @@ ERRORS = {
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors(case):
     data, model, message = ERRORS[case]
-    data = dataclasses.replace(Data(), **data)
+    data = dataclasses.replace(DATA, **data)
     model = dataclasses.replace(MODEL, **model)
     with pytest.raises(ConfigError, match=message):
         Loader(data, model=model, microbatches=4)
 
 
 def test_vocabulary():
-    assert vocab_size(Data(), MODEL) == 264
-    assert vocab_size(Data(), dataclasses.replace(MODEL, vocab_size=300)) == 300
+    assert vocab_size(DATA, MODEL) == 264
+    assert vocab_size(DATA, dataclasses.replace(MODEL, vocab_size=300)) == 300
 
 
 def test_every_task_has_records():
     for training in (True, False):
-        records = Records(Data(), MODEL, names=TASKS, training=training)
+        records = Records(DATA, MODEL, names=TASKS, training=training)
         for task in TASKS:
             count = records.count(task)
             assert count >= 100

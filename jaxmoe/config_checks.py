@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floor 0. The checks of the configuration: every field's range, and what must fit.
+
+A check tells fact, rule and remedy, and the remedy names values that pass it. ``check``
+needs no devices; ``check_mesh`` is called again once their number is known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jaxmoe import config_base as base
+from jaxmoe.config import (
+    DIGITS_PIXELS,
+    Config,
+    Model,
+    MoE,
+    group_tokens,
+    layer_kinds,
+)
+from jaxmoe.config_base import check_multiple, mistake, near
+
+
+def check(config: Config) -> None:
+    """Checks what can be checked without devices.
+
+    Raises:
+      ConfigError: for the first mistake found.
+    """
+    for section in dataclasses.fields(config):
+        part = getattr(config, section.name)
+        for field in dataclasses.fields(part):
+            name = f"{type(part).__name__}.{field.name}"
+            base.check_bounds(name, field, getattr(part, field.name))
+    _check_model(config.model)
+    if "moe" in layer_kinds(config.model):
+        _check_moe(config)
+    _check_data(config)
+    base.check_tokenizer_spec(config.data.tokenizer)
+    base.check_run_folder(config.train.init_from)
+    mesh = config.mesh
+    sizes = [1 if n == "auto" else n for n in (mesh.data, mesh.expert, mesh.pipe)]
+    check_mesh(config, *sizes)
+
+
+def check_mesh(config: Config, data: int, expert: int, pipe: int) -> None:
+    """Checks that the model and the batch can be split over a mesh of these sizes.
+
+    Raises:
+      ConfigError: naming both the field and the mesh axis, with sizes that work.
+    """
+    model, moe, batch = config.model, config.moe, config.data.batch_size
+    if pipe != 1:
+        raise mistake(
+            f"Mesh.pipe={pipe} cannot split Model.num_layers={model.num_layers} layers",
+            "this version has no pipeline, so every device holds all layers",
+            "Set Mesh.pipe=1",
+        )
+    routed = "moe" in layer_kinds(model)
+    if routed:
+        step, low = _experts_step(moe)
+        experts = ("MoE.num_experts", moe.num_experts, "Mesh.expert", expert)
+        check_multiple(*experts, step=step, low=low)
+    size = group_tokens(model, moe) if routed else 1
+    rows_per_group = size // math.gcd(size, model.sequence_length)
+    parts, shards = config.train.accumulation, data * expert
+    mesh = f"(Mesh.data={data} x Mesh.expert={expert})"
+    if batch % (parts * shards):
+        rows = batch // parts
+        fits = [n for n in base.all_divisors(rows) if rows // n % rows_per_group == 0]
+        other = (
+            f", or Mesh.data x Mesh.expert = {base.choice(base.closest(fits, shards))}"
+        )
+        raise mistake(
+            f"Data.batch_size={batch} / Train.accumulation={parts} sequences cannot be"
+            f" split over {mesh} devices",
+            f"the batch must be a multiple of {parts} x {shards} = {parts * shards}",
+            f"Set Data.batch_size={near(batch, parts * shards * rows_per_group)}"
+            + (other if fits else ""),
+        )
+    rows = batch // parts // shards
+    if rows % rows_per_group:
+        sizes = [model.sequence_length * n for n in base.all_divisors(rows)]
+        raise mistake(
+            f"MoE.group_tokens={size} does not divide the tokens of a device, which are"
+            f" {rows * model.sequence_length} = Data.batch_size={batch} /"
+            f" Train.accumulation={parts} / {mesh} sequences of"
+            f" Model.sequence_length={model.sequence_length}",
+            "a routing group lies inside one microbatch of one device",
+            f"Set MoE.group_tokens={base.choice(base.closest(sizes, size))}, or 'auto'",
+        )
+
+
+def _check_model(model: Model) -> None:
+    if model.head_dim == "auto":
+        heads = ("Model.width", model.width, "Model.num_heads", model.num_heads)
+        check_multiple(*heads, rule="with Model.head_dim='auto' it must be a multiple")
+    if model.sequence_length < model.num_patches + 2:
+        raise mistake(
+            f"Model.sequence_length={model.sequence_length} has no room for text behind"
+            f" Model.num_patches={model.num_patches}",
+            "a sequence holds the patches and at least 2 tokens",
+            f"Set Model.sequence_length={model.num_patches + 2} or more",
+        )
+
+
+def _experts_step(moe: MoE) -> tuple[int, int]:
+    """What the number of experts must be a multiple of, and its smallest value."""
+    if moe.router == "prototype":
+        return moe.top_k, moe.top_k
+    if moe.router == "grouped_sigmoid":
+        return moe.num_groups, -(-moe.top_k // moe.top_groups) * moe.num_groups
+    return 1, moe.top_k
+
+
+_ROUTER_OF = {  # which router uses a field
+    "normalize_weights": "top_k",
+    "num_groups": "grouped_sigmoid",
+    "top_groups": "grouped_sigmoid",
+    "route_scale": "grouped_sigmoid",
+    "bias_update_rate": "grouped_sigmoid",
+}
+
+
+def _check_moe(config: Config) -> None:
+    model, moe = config.model, config.moe
+    expert = 1 if config.mesh.expert == "auto" else config.mesh.expert
+    step = math.lcm(_experts_step(moe)[0], expert)
+    if moe.top_k > moe.num_experts:
+        raise mistake(
+            f"MoE.top_k={moe.top_k} is more than MoE.num_experts={moe.num_experts}",
+            "a token visits an expert once",
+            f"Set MoE.top_k={moe.num_experts} or less, or"
+            f" MoE.num_experts={-(-moe.top_k // step) * step}",
+        )
+    if moe.router == "grouped_sigmoid" and moe.top_groups > moe.num_groups:
+        raise mistake(
+            f"MoE.top_groups={moe.top_groups} is more than"
+            f" MoE.num_groups={moe.num_groups}",
+            "groups are kept out of those that there are",
+            f"Set MoE.top_groups={moe.num_groups} or less",
+        )
+    if moe.router != "top_k":
+        name = "top_k" if moe.router == "prototype" else "num_groups"
+        split = (f"MoE.{name}", getattr(moe, name))
+        rule = f"with MoE.router={moe.router!r} it must be a multiple"
+        low = _experts_step(moe)[1]
+        experts = ("MoE.num_experts", moe.num_experts)
+        check_multiple(*experts, *split, step=expert, low=low, rule=rule)
+    if moe.router == "grouped_sigmoid":
+        kept = moe.num_experts // moe.num_groups * moe.top_groups
+        if moe.top_k > kept:
+            raise mistake(
+                f"MoE.top_k={moe.top_k} is more than the {kept} experts in"
+                f" MoE.top_groups={moe.top_groups} of MoE.num_groups={moe.num_groups}"
+                f" groups of MoE.num_experts={moe.num_experts}",
+                "a token chooses inside the groups that it keeps",
+                f"Set MoE.top_k={kept} or less, or"
+                f" MoE.top_groups={-(-moe.top_k * moe.num_groups // moe.num_experts)}",
+            )
+    for name, router in _ROUTER_OF.items():
+        value, default = getattr(moe, name), getattr(MoE, name)
+        if moe.router != router and value != default:
+            raise mistake(
+                f"MoE.{name}={value} has no effect with MoE.router={moe.router!r}",
+                f"only MoE.router={router!r} uses it",
+                f"Set MoE.{name}={default}, or MoE.router={router!r}",
+            )
+    if moe.normalize_weights and moe.top_k == 1:
+        more = "MoE.top_k=2, or " if moe.num_experts > 1 else ""
+        raise mistake(
+            "MoE.normalize_weights=True with MoE.top_k=1 makes every weight 1",
+            "the router would learn nothing from the main loss",
+            f"Set {more}MoE.normalize_weights=False",
+        )
+    size, length = group_tokens(model, moe), model.sequence_length
+    if size % length and length % size:
+        raise mistake(
+            f"MoE.group_tokens={size} neither divides nor is a multiple of"
+            f" Model.sequence_length={length}",
+            "routing groups are whole sequences or whole parts of one",
+            f"Set MoE.group_tokens={near(size, length)}, or 'auto'",
+        )
+
+
+def _check_data(config: Config) -> None:
+    data, model, parts = config.data, config.model, config.train.accumulation
+    batch = ("Data.batch_size", data.batch_size, "Train.accumulation", parts)
+    check_multiple(*batch)
+    tasks = ["text_denoise", "lm"]
+    if data.source == "digits":
+        tasks = ["caption", "image_denoise", *tasks]
+    weights = {f"Data.{task}_weight": getattr(data, f"{task}_weight") for task in tasks}
+    if not any(weights.values()):
+        raise mistake(
+            ", ".join(f"{name}={w}" for name, w in weights.items()) + " choose no task",
+            f"with Data.source={data.source!r} one of them must be above 0",
+            "Set Data.lm_weight=1.0",
+        )
+    images = data.caption_weight or data.image_denoise_weight
+    if data.source != "digits" or not images:
+        return
+    if DIGITS_PIXELS % data.patch_size:
+        raise mistake(
+            f"Data.patch_size={data.patch_size} does not divide the images of"
+            f" {DIGITS_PIXELS} x {DIGITS_PIXELS} pixels",
+            "an image is cut into whole patches",
+            f"Set Data.patch_size={base.choice(base.all_divisors(DIGITS_PIXELS))}",
+        )
+    patches, numbers = (DIGITS_PIXELS // data.patch_size) ** 2, data.patch_size**2
+    if (model.num_patches, model.patch_dim) != (patches, numbers):
+        raise mistake(
+            f"Model.num_patches={model.num_patches} and"
+            f" Model.patch_dim={model.patch_dim} do not fit the images of"
+            f" Data.source='digits' (Data.caption_weight={data.caption_weight},"
+            f" Data.image_denoise_weight={data.image_denoise_weight})",
+            f"with Data.patch_size={data.patch_size} an image has {patches} patches of"
+            f" {numbers} numbers",
+            f"Set Model.num_patches={patches} and Model.patch_dim={numbers}, or"
+            " Data.source='text' for no images",
+        )
