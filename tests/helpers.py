@@ -24,7 +24,8 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AxisType, Mesh
 
 from jaxmoe import gin_config
-from jaxmoe.config import SECTIONS, Config, check
+from jaxmoe.config import SECTIONS, Config
+from jaxmoe.config_checks import check
 from jaxmoe.data.loader import Loader
 from jaxmoe.data.records import vocab_size
 from jaxmoe.mesh import AXES
@@ -234,9 +235,10 @@ def run_config() -> Config:
     """A run of seconds: 21 steps on running text, a checkpoint every 10, on 4 x 2."""
     return tiny_config(
         mesh={"data": 4, "expert": 2, "pipe": 1},
+        model={"num_layers": 1, "layer_pattern": "moe"},
         data=TEXT_ONLY,
         optimizer={"schedule": "linear"},
-        checkpoint={"every_steps": 10},
+        checkpoint={"every_steps": 10, "keep": 3},
         train={"steps": 21, "eval_every": 20},
     )
 

@@ -77,7 +77,7 @@ def test_automatic_sizes_always_fit(devices, experts):
     ],
 )
 def test_sizes_that_do_not_multiply_to_the_devices(devices, given):
-    """Too many and too few are both errors: fact, rule, remedy (CASES M2)."""
+    """Too many and too few are both errors: fact, rule, remedy."""
     with pytest.raises(ConfigError) as error:
         resolve_sizes(config_of(experts=16, **given), devices)
     text = str(error.value)
@@ -141,7 +141,7 @@ def test_start_on_a_cpu(platform):
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_an_accelerator_that_is_not_there(platform):
-    """Never a silent run on the CPU: versions and the remedy are told (CASES V1)."""
+    """Never a silent run on the CPU: versions and the remedy are told."""
     with pytest.raises(ConfigError) as error:
         mesh_lib.start_backend(Mesh(platform=platform))
     text = str(error.value)
@@ -168,7 +168,7 @@ def python(code, **environment):
 
 def test_a_backend_that_was_started_too_early():
     """`import jax; jax.devices()` and then 8 devices: an error, never a mesh of one
-    device; what it proposes works (CASES V2)."""
+    device; what it proposes works."""
     code = """
 import jax
 assert jax.device_count() == 1

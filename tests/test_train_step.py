@@ -171,11 +171,12 @@ def test_losses_of_12_adamw_steps_do_not_depend_on_the_mesh(split):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adafactor", "sgd"])
 def test_losses_of_other_optimizers_do_not_depend_on_the_mesh(name):
-    """The same claim over 6 steps; SGD at a rate at which it does not drift."""
+    """The same claim over 8 steps. Without biases, of which some have the true gradient
+    0: Adafactor would divide its rounding by itself and make steps of it."""
     optimizer = {"name": name, "learning_rate": 0.01}
-    config = helpers.changed(CONFIG, optimizer=optimizer)
-    want = helpers.losses_of(config, 1, 1, 6)
-    got = helpers.losses_of(accumulating(config, 2), 2, 4, 6)
+    config = helpers.changed(CONFIG, optimizer=optimizer, model={"use_bias": False})
+    want = helpers.losses_of(config, 1, 1, 8)
+    got = helpers.losses_of(accumulating(config, 2), 2, 4, 8)
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
@@ -245,7 +246,7 @@ def test_the_divisor_is_global_where_targets_are_spread_unevenly():
 
 def test_auxiliary_losses_do_not_grow_with_microbatches():
     """The same 8 sequences once, and in each of 4 microbatches: the loss, the balance
-    and z-loss per routing group, every gradient and the norm are equal (CASES R3)."""
+    and z-loss per routing group, every gradient and the norm are equal."""
     four = accumulating(CONFIG, 4)
     once = helpers.changed(CONFIG, data={"batch_size": 8})
     eight = helpers.batches(once)[0]
@@ -285,7 +286,7 @@ def test_the_remat_policy_is_in_the_program():
     "remat", [pytest.param("dots", marks=pytest.mark.slow), "full"]
 )
 def test_remat_changes_no_result(remat):
-    """g(remat) = g(none) within 1e-6, and statistics are counted once (CASES R3)."""
+    """g(remat) = g(none) within 1e-6, and statistics are counted once."""
     config = helpers.changed(CONFIG, model={"remat": remat})
     want, one = gradients(CONFIG, 4, 2)
     got, metrics = gradients(config, 4, 2)
@@ -333,7 +334,7 @@ def steered(expert_of_row):
 @pytest.mark.parametrize("mesh", [(1, 8), (4, 2), (8, 1)])
 def test_loads_are_counted_over_all_devices(mesh):
     """Half the devices send all to expert 0 first, half to expert 7: the counts are
-    global, T / 2 each, and their sum is T * K, on every mesh (CASES E4)."""
+    global, T / 2 each, and their sum is T * K, on every mesh."""
     params, batch = steered([0] * 16 + [7] * 16)
     _, metrics = gradients(CONFIG, *mesh, params=params, batch=batch)
     half = 16 * 40
@@ -345,7 +346,7 @@ def test_loads_are_counted_over_all_devices(mesh):
 @pytest.mark.parametrize("mesh", [(1, 8), (4, 2)])
 def test_ties_go_to_the_lowest_experts_and_collapse_is_visible(mesh):
     """All-zero router scores, k = 2: every token goes to experts 0 and 1 on every mesh;
-    max load / mean = 8 / 2 = 4, 6 dead experts (CASES R6)."""
+    max load / mean = 8 / 2 = 4, 6 dead experts."""
     params = writable_params(CONFIG)
     params["moe"]["moe"]["router"]["router_kernel"][...] = 0
     _, metrics = gradients(CONFIG, *mesh, params=params)
@@ -355,7 +356,7 @@ def test_ties_go_to_the_lowest_experts_and_collapse_is_visible(mesh):
     assert (found["load_max_over_mean"], found["dead_experts"]) == (4.0, 6)
 
 
-@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("share", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_router_bias_follows_the_global_loads(share):
     """bias += rate * sign(mean load - load), from the loads of all devices; the state
     keeps its shapes, with shared layers too (the sum of their loads counts)."""
@@ -378,7 +379,7 @@ def test_router_bias_follows_the_global_loads(share):
 
 
 def test_clipped_sgd_update_uses_the_global_norm():
-    """w - w' = rate * g * min(1, limit / |g|) with |g| over all devices (CASES E2)."""
+    """w - w' = rate * g * min(1, limit / |g|) with |g| over all devices."""
     sgd = {"name": "sgd", "learning_rate": 0.5, "schedule": "constant"}
     sgd |= {"warmup_steps": 0, "clip_norm": 0.5}
     config = helpers.changed(CONFIG, optimizer=sgd)

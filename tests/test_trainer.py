@@ -108,7 +108,7 @@ def straight(tmp_path_factory):
 
 def test_21_steps_with_a_save_every_10(straight):
     """Checkpoints 10, 20 and 21: N = N updates done, the position in the data is batch
-    N, and the last step is saved (CASES K5)."""
+    N, and the last step is saved."""
     assert steps_of(straight) == [10, 20, 21]
     for step in (10, 21):
         tree, extra = saved(straight, step)
@@ -193,7 +193,7 @@ def test_a_new_run_from_the_weights_alone(straight, tmp_path):
 
 
 def test_a_finished_run_does_nothing_and_says_so(straight, capsys):
-    """The same command again at 21 of 21: no file changes (CASES K5)."""
+    """The same command again at 21 of 21: no file changes."""
     before = contents(straight)
     assert train(straight) == 0
     assert "has all 21 steps already: nothing to do" in capsys.readouterr().out
@@ -326,7 +326,7 @@ def test_a_run_goes_on_on_another_mesh(straight, tmp_path, mesh, capsys):
 def test_nan_stops_the_run_and_nothing_of_it_is_saved(tmp_path, monkeypatch, capsys):
     """NaN in one router weight before step 12: exit code 1 at step 12 with one message,
     and no checkpoint of that state; from that of step 10 the run goes on as if nothing
-    had been (CASES R6)."""
+    had been."""
     original = Trainer._compile
 
     def compile_with_a_fault(self):
