@@ -156,7 +156,7 @@ class Optimizer:
     """The optimizer and its schedule."""
 
     name: Literal["adamw", "adafactor", "sgd"] = option("adamw", "update rule (optax)")
-    learning_rate: float = option(4e-3, "peak learning rate", low=0.0)
+    learning_rate: float = option(5e-3, "peak learning rate", low=0.0)
     schedule: Literal["cosine", "linear", "rsqrt", "constant"] = option(
         "cosine", "shape of the decay after warm-up, over Train.steps"
     )
@@ -232,7 +232,7 @@ class Checkpoint:
 class Train:
     """The run."""
 
-    steps: int = option(1300, "optimizer updates in all", low=0)
+    steps: int = option(1500, "optimizer updates in all", low=0)
     seed: int = option(0, "seed of the initial weights", low=0)
     accumulation: int = option(
         1, "microbatches whose gradients are summed before one update", low=1
