@@ -8,7 +8,7 @@ The last line is JSON with medians over the runs:
   first_loss_s  seconds from the start of `train.py --gin.Train.steps=5` to its first
                 logged loss
   step_s        median seconds of a step of a run of 60 steps
-  host_share    share of a step in which the host works instead of waiting
+  host_share    processor seconds of the host's own work per step, over step_s
   tokens_per_s  positions of the batch per second
 """
 
