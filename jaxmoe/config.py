@@ -51,7 +51,7 @@ class Model:
 
     num_layers: int = option(4, "Transformer layers", low=1, high=10_000)
     width: int = option(64, "model width", low=1)
-    num_heads: int = option(4, "attention heads", low=1)
+    num_heads: int = option(2, "attention heads", low=1)
     head_dim: int | Auto = option(
         "auto", "size of a head; 'auto': width / heads", low=1
     )
@@ -206,12 +206,12 @@ class Data:
     held_out: int = option(
         297, "digits images kept from training", low=1, high=DIGITS_IMAGES - 1
     )
-    caption_weight: float = option(0.84, "share of image captioning", low=0.0)
+    caption_weight: float = option(0.9, "share of image captioning", low=0.0)
     image_denoise_weight: float = option(
         0.04, "share of image-based denoising", low=0.0
     )
-    text_denoise_weight: float = option(0.06, "share of text denoising", low=0.0)
-    lm_weight: float = option(0.06, "share of language modelling", low=0.0)
+    text_denoise_weight: float = option(0.03, "share of text denoising", low=0.0)
+    lm_weight: float = option(0.03, "share of language modelling", low=0.0)
     mask_fraction: float = option(
         0.3, "share of the tokens masked for denoising", low=0.0, high=1.0
     )
