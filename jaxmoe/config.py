@@ -86,8 +86,8 @@ class Model:
     )
     remat: Literal["none", "dots", "full"] = option(
         "none",
-        "what the backward pass recomputes: nothing; all but matrix products; all."
-        " The expert exchange is never recomputed",
+        "what the backward pass recomputes: nothing; all but the products with the"
+        " weights of attention and dense parts; all. Never the expert exchange",
     )
 
     @property
