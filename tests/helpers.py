@@ -63,7 +63,11 @@ _TINY: dict[str, dict[str, Any]] = {
     "train": {"steps": 12, "log_every": 1, "eval_batches": 1},
 }
 
-_QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+# The first that this version of XLA knows is taken.
+_QUICK: tuple[dict[str, Any], ...] = (
+    {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
+    {"xla_backend_optimization_level": 0},
+)
 
 # Neither images nor generated captions: the shortest run.
 TEXT_ONLY = {"source": "text", "text_denoise_weight": 0.5, "lm_weight": 0.5}
@@ -129,7 +133,17 @@ def quickly(function: Any, *args: Any) -> Any:
 
     What it computes is the same up to rounding; its collectives are the same.
     """
-    return function.lower(*args).compile(compiler_options=_QUICK)
+    return function.lower(*args).compile(compiler_options=_quick_options())
+
+
+@functools.lru_cache
+def _quick_options() -> dict[str, Any]:
+    trivial = jax.jit(lambda x: x).lower(1.0)
+    for options in _QUICK:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            trivial.compile(compiler_options=options)
+            return options
+    return {}
 
 
 def initial_state(config: Config, data: int = 8, expert: int = 1) -> TrainState:
