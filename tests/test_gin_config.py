@@ -2,6 +2,7 @@
 """Gin files and overrides: what they mean, what is refused, and with which words."""
 
 import dataclasses
+import sys
 
 import gin
 import pytest
@@ -82,7 +83,9 @@ REFUSED_FILES = [
     ),
     (
         "Model.width = (64",
-        "a.gin:2 cannot be read: `Model.width = (64`: " + GRAMMAR + ". Write one"
+        # Python's tokenizer tells the line of an open bracket from 3.12 on.
+        f"a.gin:{1 if sys.version_info >= (3, 12) else 2} cannot be read:"
+        " `Model.width = (64`: " + GRAMMAR + ". Write one"
         " `Section.field = value` per line, with all quotes closed.",
     ),
     (
