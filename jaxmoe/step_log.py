@@ -73,13 +73,18 @@ class Clock:
 
 
 class StepLog:
-    """Waits for steps, checks them, and writes their figures where they are due."""
+    """Waits for steps, checks them, and writes their figures where they are due.
+
+    Attributes:
+      last: the newest figures that were written, but for lists.
+    """
 
     def __init__(
         self, config: Config, writer: MetricsWriter, progress: Progress, clock: Clock
     ):
         self._config, self._writer, self._progress = config, writer, progress
         self._clock = clock
+        self.last: dict[str, float] = {}
         self._rate = learning_rate(config.optimizer, config.train.steps)
 
     def record(
@@ -117,6 +122,7 @@ class StepLog:
         if evaluate:
             values |= evaluate()
             self._clock.restart()
+        self.last = {k: v for k, v in values.items() if not isinstance(v, list)}
         with self._clock.host():
             self._writer.write(step, values)
             self._progress.log(step, values)

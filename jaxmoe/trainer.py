@@ -133,7 +133,7 @@ class Trainer:
                 if train_step:
                     state = self._steps(train_step, state, checkpoints, log, stop)
                 checkpoints.wait()
-                summary = self._finish(state, writer)
+                summary = self._finish(state, log, writer)
         plots.write_plots(self.workdir)
         return summary
 
@@ -214,7 +214,9 @@ class Trainer:
     def _figures(self, state: TrainState) -> dict[str, float]:
         return self.evaluator(state.params, state.buffers).figures
 
-    def _finish(self, state: TrainState, writer: MetricsWriter) -> dict[str, Any]:
+    def _finish(
+        self, state: TrainState, log: StepLog, writer: MetricsWriter
+    ) -> dict[str, Any]:
         """Evaluates, prints captions beside the truth, writes summary.json."""
         figures, captions = self.evaluator(state.params, state.buffers)
         if captions:
@@ -225,6 +227,7 @@ class Trainer:
                     print(f"  truth {caption.truth!r:24} model {caption.generated!r}")
         summary = {
             "step": int(state.step),
+            **log.last,
             **figures,
             "mesh": str(self.sizes),
             "platform": self.platform,
