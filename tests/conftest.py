@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of the whole suite: 8 CPU devices, or nothing is tested at all."""
 
+import functools
+import gc
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -17,7 +20,28 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("suite")
 
+MOST_MAPS = 30_000
+
 
 @pytest.fixture(scope="session", autouse=True)
 def eight_devices():
     assert jax.device_count() == 8, f"the suite needs 8 CPU devices: {jax.devices()}"
+
+
+@pytest.fixture(autouse=True)
+def memory_maps():
+    """Lets compiled programs go before there are too many of them in one process.
+
+    Each one is mapped into memory piece by piece, and Linux allows a process 65,530
+    pieces; past them the compiler aborts, without a word.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.is_file() and len(maps.read_bytes().splitlines()) > MOST_MAPS:
+        for cache in gc.get_objects():
+            if isinstance(cache, functools._lru_cache_wrapper):
+                module = getattr(cache, "__module__", None) or ""
+                if module.split(".")[0] == "tests":
+                    cache.cache_clear()
+        jax.clear_caches()
+        gc.collect()
