@@ -84,7 +84,7 @@ class Evaluator:
         for batch in held_out_batches(
             config.data, config.model, task, self._rows, config.train.eval_batches
         ):
-            batch = jax.device_put(batch, NamedSharding(self._setup.mesh, BATCH_SPEC))
+            batch = jax.device_put(batch, self._setup.batch_sharding)
             sums = self._losses(params, buffers, batch)
             total += [float(x[which]) for x in (sums.nll, sums.correct, sums.tokens)]
         nll, correct, tokens = total
@@ -143,12 +143,4 @@ class Evaluator:
             sums, _ = setup.forward(setup.weights(params), buffers, one)
             return jax.lax.psum(sums, BATCH_AXES)
 
-        # check_vma=False: as in the train step, every collective is written out.
-        sharded = jax.shard_map(
-            losses,
-            mesh=setup.mesh,
-            in_specs=(setup.master_specs, setup.buffer_specs, BATCH_SPEC),
-            out_specs=P(),
-            check_vma=False,
-        )
-        return jax.jit(sharded)
+        return jax.jit(setup.per_device(losses, BATCH_SPEC, P()))

@@ -58,15 +58,7 @@ def make_generator(
         return jax.lax.fori_loop(0, new_tokens, body, carry)[3]
 
     spec = P(BATCH_AXES)
-    # check_vma=False: as in the train step, every collective is written out.
-    sharded = jax.shard_map(
-        generate,
-        mesh=setup.mesh,
-        in_specs=(setup.master_specs, setup.buffer_specs, spec),
-        out_specs=spec,
-        check_vma=False,
-    )
-    return jax.jit(sharded)
+    return jax.jit(setup.per_device(generate, spec, spec))
 
 
 def _append(batch: Batch, place_b, token_b, ended_b) -> Batch:

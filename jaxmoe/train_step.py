@@ -192,15 +192,28 @@ class Setup:
         self, params: Any, buffers: Any, batch: Batch
     ) -> tuple[Any, StepMetrics]:
         """Gradients in the master layout, and the metrics."""
-        # check_vma=False: the gradient is taken inside, per device, and every sum over
+        per_device = self.per_device(
+            self._device_gradients, BATCH_SPEC, (self.master_specs, P())
+        )
+        return per_device(params, buffers, batch)
+
+    def per_device(self, function: Callable, batch_spec: P, out_specs: Any) -> Callable:
+        """`function(params, buffers, batch)` run on each device's part of them.
+
+        Args:
+          function: Sees parameters in the master layout.
+          batch_spec: How every array of the batch is split.
+          out_specs: How its results are.
+        """
+        # check_vma=False: a gradient is taken inside, per device, and every sum over
         # devices is written out; the checker would insert sums of its own.
         return jax.shard_map(
-            self._device_gradients,
+            function,
             mesh=self.mesh,
-            in_specs=(self.master_specs, self.buffer_specs, BATCH_SPEC),
-            out_specs=(self.master_specs, P()),
+            in_specs=(self.master_specs, self.buffer_specs, batch_spec),
+            out_specs=out_specs,
             check_vma=False,
-        )(params, buffers, batch)
+        )
 
     def weights(self, params: Any) -> Any:
         """Master parts of this device -> weights in the compute layout and type."""
