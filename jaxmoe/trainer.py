@@ -84,10 +84,7 @@ class Trainer:
         if config.train.compilation_cache:
             cache = str(Path(config.train.compilation_cache).absolute())
             jax.config.update("jax_compilation_cache_dir", cache)
-        self.platform = mesh_lib.start_backend(config.mesh)
-        self.sizes = mesh_lib.resolve_sizes(config, jax.device_count())
-        mesh = mesh_lib.make_mesh(self.sizes)
-        self.setup = Setup(config, mesh, vocab_size(config.data, config.model))
+        self.platform, self.sizes, self.setup = _start(config)
         self.loader = Loader(
             config.data,
             model=config.model,
@@ -258,15 +255,20 @@ def _changes(then: str, now: str) -> list[str]:
     ]
 
 
+def _start(config: Config) -> tuple[str, mesh_lib.Sizes, Setup]:
+    """Platform, mesh sizes and setup for the devices that are here."""
+    platform = mesh_lib.start_backend(config.mesh)
+    sizes = mesh_lib.resolve_sizes(config, jax.device_count())
+    mesh = mesh_lib.make_mesh(sizes)
+    return platform, sizes, Setup(config, mesh, vocab_size(config.data, config.model))
+
+
 def evaluate_run(config: Config, workdir: Path) -> dict[str, float]:
     """Evaluates the newest complete checkpoint of a run, on the devices that are here.
 
     Raises:
       ConfigError: if there is none, or it does not fit the configuration.
     """
-    mesh_lib.start_backend(config.mesh)
-    sizes = mesh_lib.resolve_sizes(config, jax.device_count())
-    vocab = vocab_size(config.data, config.model)
-    setup = Setup(config, mesh_lib.make_mesh(sizes), vocab)
+    _, _, setup = _start(config)
     weights = warm_start.load_weights(str(workdir), setup.abstract_state)
     return Evaluator(setup)(**weights).figures
