@@ -10,7 +10,8 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     (
         *("xla_options", "config", "config_base", "config_checks", "config_values"),
-        "gin_config",
+        *("gin_config", "pipeline.schedule", "pipeline.schedule_file"),
+        *("pipeline.simulate", "pipeline.search", "pipeline.lower", "pipeline.draw"),
     ),
     ("mesh", "sharding", "tree_names"),
     ("layers.*", "moe.*"),
