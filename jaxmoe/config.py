@@ -38,6 +38,12 @@ class Mesh:
     platform: Literal["auto", "cpu", "gpu", "tpu"] = option(
         "auto", "which accelerator must be there; 'auto' takes the best present"
     )
+    expert_nodes: int = option(
+        1,
+        "nodes with fast links inside, each of consecutive devices along `expert`: a"
+        " token crosses to a node once, not once per expert; 1: no difference is made",
+        low=1,
+    )
     virtual_devices: int = option(
         8,
         "CPU devices to simulate when sizes are 'auto' and the platform is CPU",
@@ -106,9 +112,11 @@ class MoE:
     top_k: int = option(
         2, "experts per token; with router='prototype' the number of prototypes", low=1
     )
-    router: Literal["top_k", "prototype", "grouped_sigmoid"] = option(
+    router: Literal["top_k", "prototype", "grouped_sigmoid", "balanced"] = option(
         "top_k",
-        "softmax top-k; k top-1 prototypes (M6-T); group-limited sigmoid (DeepSeek-V3)",
+        "softmax top-k; k top-1 prototypes (M6-T); group-limited sigmoid"
+        " (DeepSeek-V3); 'balanced' deals tokens out evenly whatever they say, to"
+        " measure speed and memory",
     )
     normalize_weights: bool = option(
         False, "a token's weights are divided by their sum ('top_k', 2 experts or more)"
@@ -137,10 +145,31 @@ class MoE:
         " share; None: as many as could ever come. Overflow is counted as dropped",
         above=0.0,
     )
+    exchange: Literal["auto", "equal", "ragged"] = option(
+        "auto",
+        "how tokens cross: in buffers of one size, or just those there are (not on"
+        " CPU); 'auto': 'ragged' where the platform has it",
+    )
+    exchange_dtype: Literal["compute", "float32", "bfloat16", "float8"] = option(
+        "compute",
+        "type in which tokens cross; 'compute': as computed; 'float8': e4m3 with a"
+        " scale per token on the way to the experts, bfloat16 back",
+    )
     balance_loss: float = option(
         0.01, "coefficient of the Switch balance loss", low=0.0
     )
+    sequence_balance_loss: float = option(
+        0.0,
+        "coefficient of the same loss counted inside each sequence (DeepSeek-V3)",
+        low=0.0,
+    )
     z_loss: float = option(0.0, "coefficient of the router z-loss", low=0.0)
+    input_jitter: float = option(
+        0.0,
+        "in training the router sees its input times a random factor within 1 +- this",
+        low=0.0,
+        below=1.0,
+    )
     num_groups: int = option(1, "expert groups of router='grouped_sigmoid'", low=1)
     top_groups: int = option(1, "groups kept per token by 'grouped_sigmoid'", low=1)
     route_scale: float = option(

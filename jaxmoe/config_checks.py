@@ -40,7 +40,9 @@ def check(config: Config) -> None:
     base.check_tokenizer_spec(config.data.tokenizer)
     base.check_run_folder(config.train.init_from)
     mesh = config.mesh
-    sizes = [1 if n == "auto" else n for n in (mesh.data, mesh.expert, mesh.pipe)]
+    # An 'auto' size may still become anything: only what is given is checked.
+    expert = mesh.expert_nodes if mesh.expert == "auto" else mesh.expert
+    sizes = [1 if n == "auto" else n for n in (mesh.data, expert, mesh.pipe)]
     check_mesh(config, *sizes)
 
 
@@ -62,6 +64,13 @@ def check_mesh(config: Config, data: int, expert: int, pipe: int) -> None:
         step, low = _experts_step(moe)
         experts = ("MoE.num_experts", moe.num_experts, "Mesh.expert", expert)
         check_multiple(*experts, step=step, low=low)
+        if expert % config.mesh.expert_nodes:
+            raise mistake(
+                f"Mesh.expert_nodes={config.mesh.expert_nodes} does not divide"
+                f" Mesh.expert={expert}",
+                "a node holds a whole number of the devices along `expert`",
+                f"Set Mesh.expert_nodes={base.choice(base.all_divisors(expert))}",
+            )
     size = group_tokens(model, moe) if routed else 1
     rows_per_group = size // math.gcd(size, model.sequence_length)
     parts, shards = config.train.accumulation, data * expert
@@ -167,6 +176,12 @@ def _check_moe(config: Config) -> None:
                 f"only MoE.router={router!r} uses it",
                 f"Set MoE.{name}={default}, or MoE.router={router!r}",
             )
+    if moe.router == "grouped_sigmoid" and moe.top_k == 1:
+        raise mistake(
+            "MoE.router='grouped_sigmoid' with MoE.top_k=1 makes every weight equal",
+            "weights are divided by their sum: the router would learn nothing",
+            "Set MoE.top_k=2 or more, or MoE.router='top_k'",
+        )
     if moe.normalize_weights and moe.top_k == 1:
         more = "MoE.top_k=2, or " if moe.num_experts > 1 else ""
         raise mistake(

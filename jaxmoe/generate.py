@@ -43,7 +43,7 @@ def make_generator(
 
         def body(i, carry):
             batch, place_b, ended_b, out_bN = carry
-            logits_bSV, _ = module(batch, axis_size=setup.mesh.shape["expert"])
+            logits_bSV, _ = module(batch, setup.axis)
             row_b = jnp.arange(place_b.shape[0])
             next_b = jnp.argmax(logits_bSV[row_b, place_b], axis=-1).astype(jnp.int32)
             ended_b |= place_b + 1 >= batch["tokens"].shape[1]

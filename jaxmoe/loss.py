@@ -22,7 +22,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import MoE
-from jaxmoe.moe.layer import MoEStats
+from jaxmoe.moe.router import MoEStats
 
 
 @flax.struct.dataclass
@@ -72,6 +72,7 @@ def total_loss(
     *,
     target_tokens: jax.Array,
     routing_groups: int,
+    sequences: int,
 ) -> Float[Array, ""]:
     """This device's share of the loss.
 
@@ -81,9 +82,11 @@ def total_loss(
       moe: coefficients.
       target_tokens: target tokens of the whole step.
       routing_groups: routing groups of the whole step.
+      sequences: sequences of the whole step.
     """
     loss = jnp.sum(sums.nll) / jnp.maximum(target_tokens, 1.0)
     if stats is None:
         return loss
     loss += moe.balance_loss * jnp.sum(stats.balance_loss) / routing_groups
+    loss += moe.sequence_balance_loss * jnp.sum(stats.sequence_loss) / sequences
     return loss + moe.z_loss * jnp.sum(stats.z_loss) / routing_groups

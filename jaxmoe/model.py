@@ -10,6 +10,7 @@ Legend: B sequences, S positions, D width, V vocabulary, E experts, L MoE layers
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,10 +27,15 @@ from jaxmoe.layers.embedding import PADDING, Embedder
 from jaxmoe.layers.linear import no_param, normal_param
 from jaxmoe.layers.mlp import Mlp
 from jaxmoe.layers.norm import make_norm
-from jaxmoe.moe.dispatch import EXCHANGE
-from jaxmoe.moe.layer import MoELayer, MoEStats
+from jaxmoe.moe.exchange import EXCHANGE, ExpertAxis
+from jaxmoe.moe.layer import MoELayer
+from jaxmoe.moe.router import MoEStats, Sequences
 
-Batch = dict[str, jax.Array]  # see jaxmoe.data.tasks for the fields
+# Fields: see jaxmoe.data.tasks; in training also the `number` of each sequence in the
+# step, and its random `key` where something random is asked for.
+Batch = dict[str, jax.Array]
+
+_ONE_DEVICE = ExpertAxis()
 
 
 class Block(nnx.Module):
@@ -48,10 +54,10 @@ class Block(nnx.Module):
         self,
         x_BSD: Float[Array, "B S D"],
         mask: Bool[Array, "B 1 S S"],
-        valid_BS: Bool[Array, "B S"],
-        axis_size: int,
+        sequences: Sequences,
+        axis: ExpertAxis,
     ) -> tuple[Float[Array, "B S D"], MoEStats | None]:
-        """Applies the block; `axis_size` is the number of devices along `expert`."""
+        """Applies the block to the sequences of this device."""
         attend = partial(self.attention, mask=mask)
         x_BSD, _ = self._residual(
             self.attention_norm, lambda h: (attend(h), None), x_BSD
@@ -60,7 +66,7 @@ class Block(nnx.Module):
             assert self.mlp is not None
             mlp = self.mlp
             return self._residual(self.ffn_norm, lambda h: (mlp(h), None), x_BSD)
-        moe = partial(self.moe, valid_BS=valid_BS, axis_size=axis_size)
+        moe = partial(self.moe, sequences=sequences, axis=axis)
         return self._residual(self.ffn_norm, moe, x_BSD)
 
     def _residual(self, norm: Callable, layer: Callable, x: jax.Array):
@@ -126,17 +132,16 @@ class M6(nnx.Module):
         )
 
     def __call__(
-        self, batch: Batch, *, axis_size: int = 1
+        self, batch: Batch, axis: ExpertAxis = _ONE_DEVICE
     ) -> tuple[Float[Array, "B S V"], MoEStats | None]:
         """Logits of every position, and the statistics of the MoE layers, stacked."""
         mask = attention_mask(batch["sequence"], batch["decoder"])
-        valid_BS = batch["modality"] != PADDING
+        sequences = sequences_of(batch)
         x_BSD = self.embed(batch)
         layer_stats = []
-        for graph, state in self.blocks():
-            apply = partial(_apply_block, graph, axis_size=axis_size)
-            apply = _remat(self.model.remat, apply)
-            x_BSD, stats = apply(state, x_BSD, mask, valid_BS)
+        for layer, (graph, state) in enumerate(self.blocks()):
+            apply = _remat(self.model.remat, partial(_apply_block, graph, axis=axis))
+            x_BSD, stats = apply(state, x_BSD, mask, of_layer(sequences, layer))
             if stats is not None:
                 layer_stats.append(stats)
         stacked = None
@@ -145,8 +150,23 @@ class M6(nnx.Module):
         return self.logits(x_BSD), stacked
 
 
-def _apply_block(graph, state, x_BSD, mask, valid_BS, *, axis_size: int):
-    return nnx.merge(graph, state)(x_BSD, mask, valid_BS, axis_size)
+def sequences_of(batch: Batch) -> Sequences:
+    """What the layers know of a batch; a batch without numbers counts from 0."""
+    valid_BS = batch["modality"] != PADDING
+    number_B = batch.get("number", jnp.arange(valid_BS.shape[0]))
+    return Sequences(valid_BS, number_B, batch.get("key"))
+
+
+def of_layer(sequences: Sequences, layer: int | jax.Array) -> Sequences:
+    """The same with the random keys of one layer."""
+    if sequences.key_B is None:
+        return sequences
+    fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
+    return dataclasses.replace(sequences, key_B=fold(sequences.key_B, layer))
+
+
+def _apply_block(graph, state, x_BSD, mask, sequences, *, axis: ExpertAxis):
+    return nnx.merge(graph, state)(x_BSD, mask, sequences, axis)
 
 
 def _remat(policy: str, apply: Callable) -> Callable:

@@ -147,11 +147,18 @@ class StepLog:
             load_LE = np.asarray(stats.load_E)
             groups = positions // config_lib.group_tokens(config.model, config.moe)
             values["balance_loss"] = float(stats.balance_loss.mean() / groups)
+            values["sequence_balance_loss"] = float(
+                stats.sequence_loss.mean() / config.data.batch_size
+            )
             values["z_loss"] = float(stats.z_loss.mean() / groups)
             values |= load_statistics(load_LE)
-            values["dropped_fraction"] = float(
-                stats.dropped.sum() / max(load_LE.sum(), 1)
-            )
+            chosen_L = np.maximum(load_LE.sum(axis=1), 1)
+            values["dropped_fraction"] = float(stats.dropped.sum() / chosen_L.sum())
+            values["dropped_fraction_by_layer"] = (stats.dropped / chosen_L).tolist()
+            tokens_L = chosen_L / config.moe.top_k
+            entropy_L = stats.entropy / tokens_L
+            values["router_entropy"] = float(entropy_L.mean())
+            values["router_entropy_by_layer"] = entropy_L.tolist()
             values["expert_load"] = load_LE.tolist()
         return values
 

@@ -36,7 +36,8 @@ from jaxmoe.loss import LossSums, count_targets, loss_sums, total_loss
 from jaxmoe.mesh import BATCH_AXES
 from jaxmoe.model import Batch
 from jaxmoe.moe import balance
-from jaxmoe.moe.layer import MoEStats
+from jaxmoe.moe.exchange import expert_axis
+from jaxmoe.moe.router import MoEStats
 from jaxmoe.xla_options import compiler_options
 
 FLOAT32_PARAMETERS = ("router_kernel",)  # never cast to the compute type
@@ -87,6 +88,7 @@ class Setup:
 
     def __init__(self, config: Config, mesh: Mesh, vocab_size: int):
         self.config, self.mesh, self.vocab_size = config, mesh, vocab_size
+        self.axis = expert_axis(mesh, config.moe, config.mesh.expert_nodes)
         self.init_params = partial(
             model_lib.create, config.model, config.moe, vocab_size, config.train.seed
         )
@@ -169,11 +171,12 @@ class Setup:
             in_shardings=(self.state_sharding, self.batch_sharding),
             out_shardings=(self.state_sharding, None),
             donate_argnums=0,
-            compiler_options=compiler_options(jax.default_backend()),
+            compiler_options=compiler_options(self.axis.platform),
         )
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """One update. Batch arrays are [M, B / M, ...]."""
+        batch = self._numbered(batch, state.step)
         gradients, metrics = self.loss_and_gradients(state.params, state.buffers, batch)
         clip_norm = self.config.optimizer.clip_norm
         gradients = optim.clip(gradients, metrics.grad_norm, clip_norm)
@@ -187,6 +190,17 @@ class Setup:
             optimizer=optimizer,
         )
         return new_state, metrics
+
+    def _numbered(self, batch: Batch, step: jax.Array) -> Batch:
+        """The batch with each sequence's number, and its key where one is needed."""
+        M, B = batch["task"].shape[:2]
+        number = jnp.arange(M * B, dtype=jnp.int32).reshape(M, B)
+        batch = {**batch, "number": number}
+        if self.config.moe.input_jitter:
+            key = jax.random.fold_in(jax.random.key(self.config.train.seed), step)
+            keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, number.ravel())
+            batch["key"] = keys.reshape(M, B)
+        return batch
 
     def loss_and_gradients(
         self, params: Any, buffers: Any, batch: Batch
@@ -232,7 +246,7 @@ class Setup:
     ) -> tuple[LossSums, MoEStats | None]:
         """This device's losses and statistics of one microbatch."""
         module = nnx.merge(self.graph, weights, buffers)
-        logits_BSV, stats = module(batch, axis_size=self.mesh.shape["expert"])
+        logits_BSV, stats = module(batch, self.axis)
         targets, task = batch["targets"], batch["task"]
         return loss_sums(logits_BSV, targets, task, len(TASKS)), stats
 
@@ -252,6 +266,7 @@ class Setup:
                 self.config.moe,
                 target_tokens=target_tokens,
                 routing_groups=M * b * S * devices // group,
+                sequences=M * b * devices,
             )
             return share, (sums, stats)
 

@@ -48,10 +48,23 @@ def best(scores: np.ndarray, k: int) -> list[int]:
     return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]
 
 
-def choose(logits_TE: np.ndarray, moe: MoE, bias_E: np.ndarray | None = None):
+def choose(
+    logits_TE: np.ndarray,
+    moe: MoE,
+    bias_E: np.ndarray | None = None,
+    valid_BS: np.ndarray | None = None,
+):
     """Expert ids [T, K] as the router of `moe` picks them, one token at a time."""
     T, E = logits_TE.shape
     chosen = []
+    if moe.router == "balanced":
+        assert valid_BS is not None
+        for number, valid_S in enumerate(valid_BS):
+            token = number * len(valid_S) - 1
+            for valid in valid_S:
+                token += int(valid)
+                chosen.append([(token * moe.top_k + k) % E for k in range(moe.top_k)])
+        return np.array(chosen)
     for t in range(T):
         logits = logits_TE[t]
         if moe.router == "top_k":
@@ -99,6 +112,9 @@ def one_hot(ids_TK: np.ndarray, where_TK: np.ndarray, num_experts: int) -> np.nd
 def weights(logits_TE: jax.Array, chosen_TE: np.ndarray, moe: MoE):
     """(weight of each chosen expert, probabilities for the balance loss), [T, E]."""
     T, E = logits_TE.shape
+    if moe.router == "balanced":
+        exp = jnp.exp(logits_TE)
+        return chosen_TE / moe.top_k, exp / jnp.sum(exp, axis=1, keepdims=True)
     if moe.router == "grouped_sigmoid":
         scores = 1 / (1 + jnp.exp(-logits_TE))
         chosen = scores * chosen_TE
@@ -138,8 +154,11 @@ def moe_layer(
     kept_TE: np.ndarray,
     moe: MoE,
     group: int,
+    sequence: int,
 ):
-    """Output, and the sums over routing groups of the balance loss and the z-loss.
+    """Output; the sums over routing groups of the balance loss and the z-loss, over
+
+    sequences of the balance loss, over tokens of the router's entropy.
 
     Args:
       chosen_TE, kept_TE: each token's experts, before and after drops; none in padding.
@@ -152,15 +171,23 @@ def moe_layer(
     y_TD = jnp.sum(weights_TE.T[:, :, None] * out_ETD, axis=0)
     if "shared" in params:
         y_TD += feed_forward(params["shared"], x_TD)
+
+    def balance(size):
+        real_GN = valid_T.reshape(-1, size)
+        number_G = jnp.maximum(real_GN.sum(1), 1)
+        load_GE = chosen_TE.reshape(-1, size, E).sum(1)
+        share_GE = load_GE / (number_G * moe.top_k)[:, None]
+        probs_GNE = probs_TE.reshape(-1, size, E) * real_GN[:, :, None]
+        mean_GE = probs_GNE.sum(1) / number_G[:, None]
+        return E * jnp.sum(share_GE * mean_GE)
+
     real_GN = valid_T.reshape(-1, group)
     number_G = jnp.maximum(real_GN.sum(1), 1)
-    load_GE = chosen_TE.reshape(-1, group, E).sum(1)
-    share_GE = load_GE / (number_G * moe.top_k)[:, None]
-    probs_GNE = probs_TE.reshape(-1, group, E) * real_GN[:, :, None]
-    mean_GE = probs_GNE.sum(1) / number_G[:, None]
+    entropy_T = -jnp.sum(probs_TE * jnp.log(probs_TE), axis=1)
     z_T = jnp.log(jnp.sum(jnp.exp(logits_TE), axis=1)) ** 2
     z_G = (z_T.reshape(-1, group) * real_GN).sum(1) / number_G
-    return y_TD, E * jnp.sum(share_GE * mean_GE), jnp.sum(z_G)
+    losses = balance(group), balance(sequence), jnp.sum(z_G)
+    return y_TD, *losses, jax.lax.stop_gradient(jnp.sum(entropy_T * valid_T))
 
 
 def attention_mask(sequence_S: list[int], decoder_S: list[bool]) -> np.ndarray:
@@ -243,7 +270,9 @@ def _moe(w: dict[str, Any], h_SD: np.ndarray, row: dict, moe: MoE) -> np.ndarray
     valid = row["modality"] > 0
     real = np.repeat(valid[:, None], ids.shape[1], axis=1)
     chosen = one_hot(ids, real, moe.num_experts)
-    return np.asarray(moe_layer(w, h_SD, valid, chosen, chosen, moe, len(h_SD))[0])
+    return np.asarray(
+        moe_layer(w, h_SD, valid, chosen, chosen, moe, len(h_SD), len(h_SD))[0]
+    )
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

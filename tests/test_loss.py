@@ -11,7 +11,7 @@ import pytest
 
 from jaxmoe.config import MoE
 from jaxmoe.loss import LossSums, count_targets, loss_sums, total_loss
-from jaxmoe.moe.layer import MoEStats
+from jaxmoe.moe.router import MoEStats
 from tests import oracle
 
 V = 5
@@ -82,36 +82,40 @@ def test_sums_add_over_devices_and_microbatches():
     assert float(count_targets(jnp.asarray(task)[None])) == 5.0
 
 
-def stats(balance, z):
+def stats(balance, z, sequence=(0.0, 0.0)):
     return MoEStats(
         load_E=jnp.zeros((2, 4), jnp.int32),
         dropped=jnp.zeros(2, jnp.int32),
         balance_loss=jnp.asarray(balance),
+        sequence_loss=jnp.asarray(sequence),
         z_loss=jnp.asarray(z),
+        entropy=jnp.zeros(2),
     )
 
 
 def test_total_by_hand():
-    """(2 + 4) / 12 + 0.1 (8 + 12) / 10 + 0.01 (30 + 10) / 10 = 0.5 + 0.2 + 0.04.
+    """(2 + 4) / 12 + 0.1 (8 + 12) / 10 + 0.3 (1 + 3) / 5 + 0.01 (30 + 10) / 10
 
-    Over 2 layers, with 12 target tokens and 10 routing groups in the whole step.
+    = 0.5 + 0.2 + 0.24 + 0.04, over 2 layers, with 12 target tokens, 10 routing groups
+    and 5 sequences in the whole step.
     """
     sums = LossSums(jnp.array([2.0, 4.0]), jnp.array([1.0, 2.0]), jnp.zeros(2))
-    moe = MoE(balance_loss=0.1, z_loss=0.01)
+    moe = MoE(balance_loss=0.1, sequence_balance_loss=0.3, z_loss=0.01)
     loss = total_loss(
         sums,
-        stats([8.0, 12.0], [30.0, 10.0]),
+        stats([8.0, 12.0], [30.0, 10.0], [1.0, 3.0]),
         moe,
         target_tokens=jnp.float32(12),
         routing_groups=10,
+        sequences=5,
     )
-    assert float(loss) == pytest.approx(0.74, rel=1e-6)
+    assert float(loss) == pytest.approx(0.98, rel=1e-6)
 
 
 def test_shares_of_devices_add_up():
     """With global divisors the shares of two halves sum to the loss of the whole."""
     moe = MoE(balance_loss=0.1, z_loss=0.01)
-    divisors = {"target_tokens": jnp.float32(7), "routing_groups": 6}
+    divisors = {"target_tokens": jnp.float32(7), "routing_groups": 6, "sequences": 3}
     halves = [
         (
             LossSums(jnp.array([n]), jnp.array([n]), jnp.array([0.0])),
@@ -127,8 +131,8 @@ def test_shares_of_devices_add_up():
 def test_without_targets_or_layers():
     """No target token: 0, not NaN. No MoE layer: the cross-entropy alone."""
     sums = LossSums(jnp.zeros(2), jnp.zeros(2), jnp.zeros(2))
-    divisors = {"target_tokens": jnp.float32(0), "routing_groups": 1}
+    divisors = {"target_tokens": jnp.float32(0), "routing_groups": 1, "sequences": 1}
     assert float(total_loss(sums, None, MoE(), **divisors)) == 0.0
     sums = LossSums(jnp.array([6.0]), jnp.array([3.0]), jnp.zeros(1))
-    divisors = {"target_tokens": jnp.float32(3), "routing_groups": 1}
+    divisors = {"target_tokens": jnp.float32(3), "routing_groups": 1, "sequences": 1}
     assert float(total_loss(sums, None, MoE(), **divisors)) == 2.0

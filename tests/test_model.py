@@ -20,6 +20,7 @@ from jaxmoe import gin_config
 from jaxmoe import model as model_lib
 from jaxmoe.config import Model, MoE
 from jaxmoe.mesh import BATCH_AXES
+from jaxmoe.moe.exchange import ExpertAxis
 from tests import oracle
 from tests.moe.harness import mesh_of
 
@@ -263,7 +264,7 @@ def device_gradients(policy, axis_size):
     def per_device(params, batch):
         def total(params):
             module = nnx.merge(graph, params, buffers)
-            logits, stats = module(batch, axis_size=axis_size)
+            logits, stats = module(batch, ExpertAxis(axis_size))
             return jnp.sum(jnp.sin(logits)) + jnp.sum(stats.z_loss), (logits, stats)
 
         gradients, (logits, stats) = jax.grad(total, has_aux=True)(params)

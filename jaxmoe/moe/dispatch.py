@@ -2,31 +2,35 @@
 """Floor 2. Bringing tokens to their experts and the results back.
 
 `dispatch` turns tokens into rows sorted by the expert slots of this device, `combine`
-brings the rows' results back to the tokens. Between them the tokens cross the mesh
-axis `expert` with two equal-size all-to-alls (one there, one back) and one of counts:
+brings the rows' results back to the tokens. Between them the rows cross the mesh axis
+`expert` (`jaxmoe.moe.exchange`), once there and once back:
 
-  tokens --gather--> send buffer --all-to-all--> receive buffer --gather--> rows
+  tokens --gather--> send buffer --cross--> receive buffer --gather--> rows
 
 Every step is a gather whose inverse is known, so every derivative is a gather too:
 nothing is scattered but integers, and no [tokens, experts] array of rows exists.
 The rows of a slot start at a multiple of `block`, so that a block has one expert.
 
+`visit` is the round trip. `visit_by_node` does it in two stages: a token crosses to
+each node once, and is spread over the devices of the node there.
+
 Legend: T tokens of this device, D width, K slots per token, N = T*K assignments,
-X devices along `expert`, p slots of a device, P = X*p slots, W rows that one device
-sends to another at most, R rows of this device.
+X devices along `expert`, p slots of a device, P = X*p slots, R rows of this device,
+n nodes, U places of a receive buffer.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import dataclasses
+import math
+from collections.abc import Callable
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-EXCHANGE = "expert_exchange"  # name of what a remat policy must keep
+from jaxmoe.moe.exchange import ExpertAxis, Way, cross, meet
 
 
 @flax.struct.dataclass
@@ -54,13 +58,15 @@ class Route:
       send_of_TK: place of each assignment in the send buffer; past the end if none.
       assignment_of_send: assignment at each place of the send buffer; N if none.
       row_of_receive, receive_of_row: the same between receive buffer and rows.
-      overflow: assignments of this device that found no room in the send buffer.
+      way: how rows cross; None where nothing is exchanged.
+      overflow: assignments of this device that found no room in a buffer.
     """
 
     send_of_TK: jax.Array
     assignment_of_send: jax.Array
     row_of_receive: jax.Array | None
     receive_of_row: jax.Array | None
+    way: Way | None
     overflow: jax.Array
 
 
@@ -107,69 +113,60 @@ def dispatch(
     slots_TK: Int[Array, "T K"],
     *,
     num_slots: int,
-    axis_size: int,
-    send_rows: int,
+    axis: ExpertAxis,
+    buffer_rows: int,
     block: int,
 ) -> tuple[Float[Array, "R D"], Layout, Route]:
     """Brings the tokens to the slots' devices, sorted by slot.
 
-    Runs per device, inside a shard_map over `expert` (unless `axis_size` is 1).
+    Runs per device, inside a shard_map over `expert` (unless `axis.size` is 1).
 
     Args:
       x_TD: tokens of this device.
       slots_TK: slot in [0, P) of each assignment; P for none.
-      num_slots: P, a multiple of `axis_size`; slot s lives on device s // p.
-      axis_size: devices along `expert`.
-      send_rows: W, rows for one destination; those past it are dropped and counted.
+      num_slots: P, a multiple of `axis.size`; slot s lives on device s // p.
+      axis: devices along `expert`.
+      buffer_rows: rows that a device can receive; those past it are dropped, counted.
       block: rows of a block.
     """
     T, K = slots_TK.shape
-    flat = slots_TK.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    rank = jnp.zeros_like(flat).at[order].set(jnp.arange(flat.size, dtype=flat.dtype))
-    sizes_P = jnp.bincount(flat, length=num_slots).astype(jnp.int32)
-    if axis_size == 1:
-        layout, starts = _layout(sizes_P, rows_capacity(T * K, num_slots, block), block)
-        first = jnp.cumsum(sizes_P) - sizes_P
-        slot = jnp.minimum(flat, num_slots - 1)
-        R = layout.slot_of_block.size * block
-        row = jnp.where(flat < num_slots, starts[slot] + rank - first[slot], R)
-        source = _invert(row, R)
-        rows = take_rows(
-            x_TD, source // K, row.reshape(T, K)
-        )  # N -> T: none stays none
-        zero = jnp.zeros((), jnp.int32)
-        return rows, layout, Route(row.reshape(T, K), source, None, None, zero)
+    if axis.size > 1:
+        received, sizes_Xp, route = _send(x_TD, slots_TK, num_slots, axis, buffer_rows)
+        assert route.way is not None
+        row_of, layout = _place_received(
+            sizes_Xp, route.way.receive_start_X, received.shape[0], block
+        )
+        receive_of = _invert(row_of, layout.slot_of_block.size * block)
+        rows = take_rows(received, receive_of, row_of[:, None])
+        places = {"row_of_receive": row_of, "receive_of_row": receive_of}
+        return rows, layout, dataclasses.replace(route, **places)
 
-    p, W = num_slots // axis_size, send_rows
-    sizes_Xp = sizes_P.reshape(axis_size, p)
-    last_Xp = jnp.minimum(jnp.cumsum(sizes_Xp, axis=1), W)  # what fits in the buffer
-    sent_Xp = jnp.diff(last_Xp, axis=1, prepend=0)
-    before_X = jnp.cumsum(jnp.sum(sizes_Xp, axis=1)) - jnp.sum(sizes_Xp, axis=1)
-    device = jnp.minimum(flat // p, axis_size - 1)
-    place = rank - before_X[device]
-    fits = (flat < num_slots) & (place < W)
-    send_of = jnp.where(fits, device * W + place, axis_size * W)
-    source = _invert(send_of, axis_size * W)
-    sent = take_rows(x_TD, source // K, send_of.reshape(T, K))
-    received = _exchange(sent)
-    sizes = _exchange(sent_Xp)
-
-    row_of, layout = _place_received(sizes, W, block)
-    receive_of = _invert(row_of, layout.slot_of_block.size * block)
-    rows = take_rows(received, receive_of, row_of[:, None])
-    overflow = jnp.sum((flat < num_slots) & ~fits, dtype=jnp.int32)
-    route = Route(send_of.reshape(T, K), source, row_of, receive_of, overflow)
-    return rows, layout, route
+    flat, rank, sizes_P = _sort(slots_TK, num_slots)
+    layout, starts = _layout(sizes_P, rows_capacity(T * K, num_slots, block), block)
+    first = jnp.cumsum(sizes_P) - sizes_P
+    slot = jnp.minimum(flat, num_slots - 1)
+    R = layout.slot_of_block.size * block
+    row = jnp.where(flat < num_slots, starts[slot] + rank - first[slot], R)
+    source = _invert(row, R)
+    # N -> T: none stays none
+    rows = take_rows(x_TD, source // K, row.reshape(T, K))
+    zero = jnp.zeros((), jnp.int32)
+    return rows, layout, Route(row.reshape(T, K), source, None, None, None, zero)
 
 
 def combine(
-    rows_RD: Float[Array, "R D"], route: Route, weights_TK: Float[Array, "T K"]
+    rows_RD: Float[Array, "R D"],
+    route: Route,
+    weights_TK: Float[Array, "T K"],
+    axis: ExpertAxis,
 ) -> Float[Array, "T D"]:
     """The weighted sum of each token's results; void assignments add nothing."""
     if route.row_of_receive is not None and route.receive_of_row is not None:
-        back = take_rows(rows_RD, route.row_of_receive, route.receive_of_row[:, None])
-        rows_RD = _exchange(back)
+        rows_RD = take_rows(
+            rows_RD, route.row_of_receive, route.receive_of_row[:, None]
+        )
+    if route.way is not None:
+        rows_RD = cross(rows_RD, route.way, axis, False)
     T, K = weights_TK.shape
     taken = take_rows(
         rows_RD, route.send_of_TK.reshape(-1), route.assignment_of_send[:, None]
@@ -179,10 +176,139 @@ def combine(
     return jnp.sum(weighted, axis=1).astype(taken.dtype)
 
 
-def _exchange(x: jax.Array) -> jax.Array:
-    """The i-th part of dimension 0 goes to device i of `expert`, and comes from it."""
-    out = jax.lax.all_to_all(x, "expert", split_axis=0, concat_axis=0, tiled=True)
-    return checkpoint_name(out, EXCHANGE)
+Apply = Callable[[jax.Array, Layout], jax.Array]
+
+
+def visit(
+    x_TD: Float[Array, "T D"],
+    slots_TK: Int[Array, "T K"],
+    weights_TK: Float[Array, "T K"],
+    apply: Apply,
+    *,
+    num_slots: int,
+    axis: ExpertAxis,
+    buffer_rows: int,
+    block: int,
+) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
+    """Dispatch, `apply` to the rows, combine.
+
+    Args:
+      apply: maps rows [R, D] and their layout to results [R, D].
+      x_TD, slots_TK, num_slots, axis, buffer_rows, block: as in `dispatch`.
+      weights_TK: factors of the results.
+
+    Returns:
+      The tokens' weighted sums, and the assignments that found no room in a buffer.
+    """
+    rows_RD, layout, route = dispatch(
+        x_TD,
+        slots_TK,
+        num_slots=num_slots,
+        axis=axis,
+        buffer_rows=buffer_rows,
+        block=block,
+    )
+    y_TD = combine(apply(rows_RD, layout), route, weights_TK, axis)
+    return y_TD, route.overflow
+
+
+def visit_by_node(
+    x_TD: Float[Array, "T D"],
+    slots_TK: Int[Array, "T K"],
+    weights_TK: Float[Array, "T K"],
+    apply: Apply,
+    *,
+    num_slots: int,
+    axis: ExpertAxis,
+    buffer_rows: int,
+    block: int,
+    node_visits: int,
+) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
+    """`visit`, but a token crosses to each of `axis.nodes` nodes at most once.
+
+    A token goes to the device of its own position in every node that has one of its
+    slots, with its slots and weights. There it is dispatched inside the node; the
+    weighted sum of the node's results comes back.
+
+    Args:
+      node_visits: nodes that a token visits at most.
+      x_TD, slots_TK, weights_TK, apply, num_slots, axis, buffer_rows, block: as in
+        `visit`. A device also takes buffer_rows / K * `node_visits` tokens for its
+        node.
+
+    Reference: node-limited routing of DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
+    """
+    T, K = slots_TK.shape
+    n, of_node = axis.nodes, num_slots // axis.nodes
+    between, inside = axis.between_nodes(), axis.inside_node()
+    node_TK = slots_TK // of_node  # n for none
+    visited_Tn = jnp.any(node_TK[:, :, None] == jnp.arange(n)[None, None], axis=1)
+    node_Tn = jnp.where(visited_Tn, jnp.arange(n)[None], n)
+    room = min(n * T, math.ceil(buffer_rows / K) * node_visits)
+    received, _, route = _send(x_TD, node_Tn, n, between, room)
+
+    # Slots and weights travel as float32, which holds slots exactly; 0 is an empty row.
+    labels = jnp.concatenate([slots_TK + 1.0, weights_TK], axis=1, dtype=jnp.float32)
+    exact = dataclasses.replace(between, wire="compute")
+    labels, _, _ = _send(labels, node_Tn, n, exact, room, route)
+    slots_UK = labels[:, :K].astype(jnp.int32) - 1 - between.position() * of_node
+    here_UK = (slots_UK >= 0) & (slots_UK < of_node)
+    slots_UK = jnp.where(here_UK, slots_UK, of_node)
+    partial_UD, inner_overflow = visit(
+        received,
+        slots_UK,
+        labels[:, K:],
+        apply,
+        num_slots=of_node,
+        axis=inside,
+        buffer_rows=min(buffer_rows, inside.size * slots_UK.size),
+        block=block,
+    )
+    y_TD = combine(partial_UD, route, visited_Tn.astype(jnp.float32), between)
+    # Assignments, not tokens, that found no room between the nodes.
+    lost_Tn = visited_Tn & (route.send_of_TK >= route.assignment_of_send.size)
+    of_TKn = node_TK[:, :, None] == jnp.arange(n)[None, None]
+    overflow = jnp.sum(of_TKn & lost_Tn[:, None], dtype=jnp.int32) + inner_overflow
+    return y_TD, overflow
+
+
+def _send(
+    x_TD: jax.Array,
+    slots_TK: jax.Array,
+    num_slots: int,
+    axis: ExpertAxis,
+    buffer_rows: int,
+    route: Route | None = None,
+) -> tuple[jax.Array, jax.Array, Route]:
+    """(receive buffer, its rows by source and slot, route) of one exchange.
+
+    With a `route`, the tokens take the places that others took before them.
+    """
+    T, K = slots_TK.shape
+    if route is None:
+        flat, rank, sizes_P = _sort(slots_TK, num_slots)
+        sizes_Xp = sizes_P.reshape(axis.size, -1)
+        way = meet(sizes_Xp, axis, most=T * K, buffer_rows=buffer_rows)
+        total_X = jnp.sum(sizes_Xp, axis=1)
+        device = jnp.minimum(flat // sizes_Xp.shape[1], axis.size - 1)
+        place = rank - (jnp.cumsum(total_X) - total_X)[device]
+        fits = (flat < num_slots) & (place < way.sent_X[device])
+        send_of = jnp.where(fits, way.send_start_X[device] + place, way.send_rows)
+        source = _invert(send_of, way.send_rows)
+        overflow = jnp.sum((flat < num_slots) & ~fits, dtype=jnp.int32)
+        route = Route(send_of.reshape(T, K), source, None, None, way, overflow)
+    assert route.way is not None
+    # N -> T: none stays none
+    sent = take_rows(x_TD, route.assignment_of_send // K, route.send_of_TK)
+    return cross(sent, route.way, axis, True), route.way.sizes_Xp, route
+
+
+def _sort(slots_TK: jax.Array, num_slots: int):
+    """(slot, place in the order of slots) of each assignment, and rows per slot."""
+    flat = slots_TK.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    rank = jnp.zeros_like(flat).at[order].set(jnp.arange(flat.size, dtype=flat.dtype))
+    return flat, rank, jnp.bincount(flat, length=num_slots).astype(jnp.int32)
 
 
 def _invert(place: jax.Array, size: int) -> jax.Array:
@@ -203,20 +329,31 @@ def _layout(sizes_p: jax.Array, rows: int, block: int) -> tuple[Layout, jax.Arra
     return layout, (ends_p - blocks_p) * block
 
 
-def _place_received(sizes_Xp: jax.Array, W: int, block: int):
-    """Row of each place (source device x, i) of the receive buffer, and the layout."""
-    X, p = sizes_Xp.shape
-    rows = rows_capacity(X * W, p, block)
-    layout, starts_p = _layout(jnp.sum(sizes_Xp, axis=0), rows, block)
-    ends_Xp = jnp.cumsum(sizes_Xp, axis=1)
-    index_W = jnp.arange(W)
-    # Places of a source are sorted by slot: i belongs to the first slot ending past i.
-    find = partial(jnp.searchsorted, side="right")
-    slot_XW = jax.vmap(find, in_axes=(0, None))(ends_Xp, index_W)
-    filled = slot_XW < p
-    slot_XW = jnp.minimum(slot_XW, p - 1)
+def _place_received(
+    sizes_Xp: jax.Array, start_X: jax.Array, places: int, block: int
+) -> tuple[jax.Array, Layout]:
+    """Row of each place of the receive buffer (past the end if none), and the layout.
+
+    Args:
+      sizes_Xp: rows by source and slot.
+      start_X: place of each source's first row; a source's rows are sorted by slot.
+      places: U.
+      block: rows of a block.
+    """
+    p = sizes_Xp.shape[1]
+    rows = rows_capacity(places, p, block)
+    layout, first_row_p = _layout(jnp.sum(sizes_Xp, axis=0), rows, block)
+    begin_Xp = start_X[:, None] + jnp.cumsum(sizes_Xp, axis=1) - sizes_Xp
     from_others_Xp = jnp.cumsum(sizes_Xp, axis=0) - sizes_Xp
-    offset_Xp = starts_p[None] + from_others_Xp - (ends_Xp - sizes_Xp)
-    row_XW = jnp.take_along_axis(offset_Xp, slot_XW, axis=1) + index_W[None]
-    row = jnp.where(filled, row_XW, layout.slot_of_block.size * block)
-    return row.reshape(-1).astype(jnp.int32), layout
+    offset_Xp = first_row_p[None] + from_others_Xp - begin_Xp
+    # The runs (source, slot) follow each other: a place is in the first that ends
+    # past it, if it is not in the gap before that.
+    place_U = jnp.arange(places)
+    end_Xp = begin_Xp + sizes_Xp
+    run_U = jnp.searchsorted(end_Xp.reshape(-1), place_U, side="right")
+    found_U = run_U < sizes_Xp.size
+    run_U = jnp.minimum(run_U, sizes_Xp.size - 1)
+    found_U &= place_U >= begin_Xp.reshape(-1)[run_U]
+    row_U = place_U + offset_Xp.reshape(-1)[run_U]
+    row_U = jnp.where(found_U, row_U, layout.slot_of_block.size * block)
+    return row_U.astype(jnp.int32), layout

@@ -46,13 +46,13 @@ class Experts(nnx.Module):
         self.down_bias = bias((E, D), ("expert", "width"))
 
     def __call__(
-        self, x_RD: Float[Array, "R D"], layout: Layout
+        self, x_RD: Float[Array, "R D"], layout: Layout, *, platform: str
     ) -> Float[Array, "R D"]:
         """Applies each slot's expert to its rows; rows of no slot are undefined."""
         names = ("up", "gate", "down", "up_bias", "down_bias")
         found = {name: getattr(self, name) for name in names}
         weights = {name: w[...] for name, w in found.items() if w is not None}
-        if jax.default_backend() == "cpu":
+        if platform == "cpu":
             return _blocks(
                 x_RD, weights, layout.slot_of_block, layout.used_blocks, layout.block
             )

@@ -9,35 +9,20 @@ Legend: B batch, S positions, T = B*S tokens of this device, D width, E experts.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from functools import partial
 
-import flax.struct
-import jax
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from jaxmoe import config as config_lib
 from jaxmoe.config import Model, MoE
 from jaxmoe.layers.mlp import Mlp
-from jaxmoe.moe.dispatch import choose_block, combine, dispatch
+from jaxmoe.moe.dispatch import choose_block, visit, visit_by_node
+from jaxmoe.moe.exchange import ExpertAxis
 from jaxmoe.moe.experts import Experts
-from jaxmoe.moe.router import Router, capacity
-
-
-@flax.struct.dataclass
-class MoEStats:
-    """What a layer reports, for the tokens of this device.
-
-    Attributes:
-      load_E: tokens per logical expert, before drops.
-      dropped: assignments that reached no expert: over capacity or over the buffer.
-      balance_loss, z_loss: sums over this device's routing groups.
-    """
-
-    load_E: jax.Array
-    dropped: jax.Array
-    balance_loss: jax.Array
-    z_loss: jax.Array
+from jaxmoe.moe.router import MoEStats, Router, Sequences, capacity
 
 
 class MoELayer(nnx.Module):
@@ -53,47 +38,47 @@ class MoELayer(nnx.Module):
         self.shared = Mlp(model, shared, rngs=rngs) if shared else None
 
     def __call__(
-        self, x_BSD: Float[Array, "B S D"], valid_BS: Bool[Array, "B S"], axis_size: int
+        self, x_BSD: Float[Array, "B S D"], sequences: Sequences, axis: ExpertAxis
     ) -> tuple[Float[Array, "B S D"], MoEStats]:
-        """Applies the layer to the tokens of this device.
-
-        Args:
-          x_BSD: tokens after the norm.
-          valid_BS: False where the position is padding: it costs and counts nothing.
-          axis_size: devices along `expert`; 1 exchanges nothing.
-        """
+        """Applies the layer to the tokens of this device, after the norm."""
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
-        routing = self.router(x_TD, valid_BS.reshape(-1))
-        assignments = routing.expert_ids_TK.size
-        rows_TD, layout, route = dispatch(
+        routing = self.router(x_TD, sequences)
+        num_slots = self.moe.num_experts
+        go = visit
+        if axis.nodes > 1:
+            go = partial(visit_by_node, node_visits=self._node_visits(axis.nodes))
+        y_TD, overflow = go(
             x_TD,
             routing.expert_ids_TK,
-            num_slots=self.moe.num_experts,
-            axis_size=axis_size,
-            send_rows=self._send_rows(x_TD.shape[0], axis_size),
-            block=choose_block(assignments, self.moe.num_experts // axis_size),
+            routing.weights_TK,
+            partial(self.experts, platform=axis.platform),
+            num_slots=num_slots,
+            axis=axis,
+            buffer_rows=self._buffer_rows(x_TD.shape[0], axis.size),
+            block=choose_block(routing.expert_ids_TK.size, num_slots // axis.size),
         )
-        y_TD = combine(self.experts(rows_TD, layout), route, routing.weights_TK)
         y_BSD = y_TD.reshape(x_BSD.shape)
         if self.shared is not None:
             y_BSD += self.shared(x_BSD)
-        stats = MoEStats(
-            load_E=routing.load_E,
-            dropped=routing.dropped + route.overflow,
-            balance_loss=routing.balance_loss,
-            z_loss=routing.z_loss,
-        )
-        return y_BSD, stats
+        stats = routing.stats
+        return y_BSD, dataclasses.replace(stats, dropped=stats.dropped + overflow)
 
-    def _send_rows(self, tokens: int, axis_size: int) -> int:
-        """Rows that one device can send to another: the smallest that is never short,
-        or `buffer_factor` times the even share."""
+    def _buffer_rows(self, tokens: int, axis_size: int) -> int:
+        """Rows that a device can receive: as many as could ever come from devices with
+        `tokens` each, or `buffer_factor` times the even share."""
         moe, experts = self.moe, self.moe.num_experts // axis_size
         most = tokens * min(moe.top_k, experts)  # a token visits an expert once
         if moe.capacity_factor is not None:
             groups = tokens // self.group_tokens
             most = min(most, groups * experts * capacity(moe, self.group_tokens))
+        most *= axis_size
         if moe.buffer_factor is not None:
-            share = tokens * moe.top_k / axis_size
-            most = min(most, math.ceil(share * moe.buffer_factor))
+            most = min(most, math.ceil(tokens * moe.top_k * moe.buffer_factor))
         return most
+
+    def _node_visits(self, nodes: int) -> int:
+        """Nodes that a token visits at most."""
+        most = min(nodes, self.moe.top_k)
+        if self.moe.router != "grouped_sigmoid" or self.moe.num_groups % nodes:
+            return most
+        return min(most, self.moe.top_groups)

@@ -11,6 +11,7 @@ G routing groups, N tokens of a group (T = G * N).
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import flax.struct
 import jax
@@ -28,6 +29,43 @@ class Buffer(nnx.Variable):
 
 
 @flax.struct.dataclass
+class Sequences:
+    """What a layer knows of the sequences of this device besides their vectors.
+
+    Attributes:
+      valid_BS: False where the position is padding: it costs and counts nothing.
+      number_B: number of each sequence in the batch of the step, the same on any mesh.
+      key_B: random key of each sequence and layer; None: nothing random.
+    """
+
+    valid_BS: jax.Array
+    number_B: jax.Array
+    key_B: jax.Array | None = None
+
+
+@flax.struct.dataclass
+class MoEStats:
+    """What a layer reports, for the tokens of this device.
+
+    Attributes:
+      load_E: int32 tokens per logical expert, before any drop, padding excluded.
+      dropped: int32 assignments that reached no expert.
+      balance_loss: Switch balance loss, sum over this device's routing groups.
+      sequence_loss: the same, counted in and summed over its sequences.
+      z_loss: mean squared log-sum-exp of a group's logits, sum over groups.
+      entropy: of the router's probabilities in nats, sum over its real tokens; log(E)
+        for each is the most that can be.
+    """
+
+    load_E: jax.Array
+    dropped: jax.Array
+    balance_loss: jax.Array
+    sequence_loss: jax.Array
+    z_loss: jax.Array
+    entropy: jax.Array
+
+
+@flax.struct.dataclass
 class Routing:
     """Where the tokens of this device go.
 
@@ -35,18 +73,12 @@ class Routing:
       expert_ids_TK: logical expert in [0, E), by falling score, ties to the lower id;
         E where the assignment is void: a padding token, or one over capacity.
       weights_TK: factors of the experts' outputs.
-      load_E: tokens per expert on this device, before any drop, padding excluded.
-      dropped: assignments over capacity on this device.
-      balance_loss: Switch balance loss, sum over this device's routing groups.
-      z_loss: mean squared log-sum-exp of a group's logits, sum over groups.
+      stats: what there is to report, `dropped` without what a full buffer drops.
     """
 
     expert_ids_TK: jax.Array
     weights_TK: jax.Array
-    load_E: jax.Array
-    dropped: jax.Array
-    balance_loss: jax.Array
-    z_loss: jax.Array
+    stats: MoEStats
 
 
 def top_k(logits_TE: Float[Array, "T E"], moe: MoE):
@@ -104,6 +136,36 @@ def grouped_sigmoid(
     return ids_TK, weights_TK * moe.route_scale, probs_TE
 
 
+def balanced(logits_TE: Float[Array, "T E"], sequences: Sequences, moe: MoE):
+    """Deals the experts out in turn: as even as the number of tokens allows.
+
+    The i-th real token of a sequence takes experts i*K, i*K + 1, ... modulo E, from a
+    start that differs by sequence, each with weight 1/K. For runs that measure speed
+    and memory; the router learns from its own losses alone.
+    """
+    T, E = logits_TE.shape
+    S, K = sequences.valid_BS.shape[1], moe.top_k
+    real_BS = jnp.cumsum(sequences.valid_BS, axis=1) - 1
+    token_T = (sequences.number_B[:, None] % E * S + real_BS).reshape(T)
+    ids_TK = (token_T[:, None] * K + jnp.arange(K)[None]) % E
+    weights_TK = jnp.full((T, K), 1.0 / K, jnp.float32)
+    return ids_TK, weights_TK, jax.nn.softmax(logits_TE, axis=-1)
+
+
+def jitter(
+    x_TD: Float[Array, "T D"], key_B: jax.Array, epsilon: float
+) -> Float[Array, "T D"]:
+    """x times uniform factors in [1 - epsilon, 1 + epsilon), drawn per sequence.
+
+    Reference: Switch, arXiv 2101.03961, section 2.4.
+    """
+    S = x_TD.shape[0] // key_B.size
+    low, high = 1.0 - epsilon, 1.0 + epsilon
+    shape = (S, x_TD.shape[1])
+    draw = partial(jax.random.uniform, shape=shape, minval=low, maxval=high)
+    return x_TD * jax.vmap(lambda key: draw(key))(key_B).reshape(x_TD.shape)
+
+
 def capacity(moe: MoE, group_tokens: int) -> int:
     """Tokens of one routing group that an expert takes: ceil(share * factor), >= 1.
 
@@ -149,45 +211,55 @@ class Router(nnx.Module):
         zeros = jnp.zeros((moe.num_experts,), jnp.float32)
         self.bias = Buffer(zeros, logical_axes=(None,)) if biased else None
 
-    def __call__(
-        self, x_TD: Float[Array, "T D"], valid_T: Bool[Array, " T"]
-    ) -> Routing:
-        """Routes the tokens of this device; where `valid_T` is False nothing goes."""
+    def __call__(self, x_TD: Float[Array, "T D"], sequences: Sequences) -> Routing:
+        """Routes the tokens of this device; padding goes nowhere."""
         moe, E = self.moe, self.moe.num_experts
+        valid_T = sequences.valid_BS.reshape(-1)
+        x_TD = x_TD.astype(jnp.float32)
+        if moe.input_jitter and sequences.key_B is not None:
+            x_TD = jitter(x_TD, sequences.key_B, moe.input_jitter)
         # The default precision is bfloat16 on TPU and TF32 on GPU, also for float32.
         logits_TE = jnp.dot(
-            x_TD.astype(jnp.float32),
-            self.router_kernel[...],
-            precision=jax.lax.Precision.HIGHEST,
+            x_TD, self.router_kernel[...], precision=jax.lax.Precision.HIGHEST
         )
-        if self.bias is not None:
-            ids_TK, weights_TK, probs_TE = grouped_sigmoid(
-                logits_TE, self.bias[...], moe
-            )
-        else:
-            rule = prototype if moe.router == "prototype" else top_k
-            ids_TK, weights_TK, probs_TE = rule(logits_TE, moe)
+        ids_TK, weights_TK, probs_TE = self._choose(logits_TE, sequences)
         ids_TK = jnp.where(valid_T[:, None], ids_TK, E).astype(jnp.int32)
 
-        grouped = (x_TD.shape[0] // self.group_tokens, self.group_tokens)
-        ids_GNK = ids_TK.reshape(*grouped, moe.top_k)
-        valid_GN = valid_T.reshape(grouped)
-        load_GE = balance.count_tokens(ids_GNK, E)
-        balance_G = balance.switch_loss(
-            probs_TE.reshape(*grouped, E), load_GE, valid_GN
+        def losses(rows: int):
+            """(tokens per expert, balance loss) of each of so many equal groups."""
+            split = lambda x: x.reshape(rows, -1, *x.shape[1:])  # noqa: E731
+            load = balance.count_tokens(split(ids_TK), E)
+            return load, balance.switch_loss(split(probs_TE), load, split(valid_T))
+
+        groups = x_TD.shape[0] // self.group_tokens
+        load_GE, balance_G = losses(groups)
+        _, sequence_B = losses(sequences.valid_BS.shape[0])
+        z_G = balance.z_loss(
+            logits_TE.reshape(groups, -1, E), valid_T.reshape(groups, -1)
         )
-        z_G = balance.z_loss(logits_TE.reshape(*grouped, E), valid_GN)
+        entropy_T = -jnp.sum(jax.scipy.special.xlogy(probs_TE, probs_TE), axis=-1)
         dropped = jnp.zeros((), jnp.int32)
         if moe.capacity_factor is not None:
             limit = capacity(moe, self.group_tokens)
+            ids_GNK = ids_TK.reshape(groups, -1, moe.top_k)
             kept_TK = within_capacity(ids_GNK, E, limit).reshape(ids_TK.shape)
             dropped = jnp.sum((ids_TK < E) & ~kept_TK, dtype=jnp.int32)
             ids_TK = jnp.where(kept_TK, ids_TK, E)
-        return Routing(
-            expert_ids_TK=ids_TK,
-            weights_TK=weights_TK,
+        stats = MoEStats(
             load_E=jnp.sum(load_GE, axis=0),
             dropped=dropped,
             balance_loss=jnp.sum(balance_G),
+            sequence_loss=jnp.sum(sequence_B),
             z_loss=jnp.sum(z_G),
+            entropy=jax.lax.stop_gradient(jnp.sum(entropy_T * valid_T)),
         )
+        return Routing(ids_TK, weights_TK, stats)
+
+    def _choose(self, logits_TE: jax.Array, sequences: Sequences):
+        """(expert ids, weights, probabilities) by the rule of `moe.router`."""
+        if self.bias is not None:
+            return grouped_sigmoid(logits_TE, self.bias[...], self.moe)
+        if self.moe.router == "balanced":
+            return balanced(logits_TE, sequences, self.moe)
+        rule = prototype if self.moe.router == "prototype" else top_k
+        return rule(logits_TE, self.moe)

@@ -4,7 +4,8 @@
 The 8 devices form data 8/X x expert X. Every run returns, for the whole batch, the
 output, the statistics, and the gradient of
 
-  sum(output * cotangent) + 0.3 * balance losses + 0.1 * z-losses
+  sum(output * cotangent) + 0.3 * balance losses + 0.2 * those of the sequences
+  + 0.1 * z-losses
 
 with respect to the tokens and to every parameter.
 
@@ -25,12 +26,13 @@ from jax.sharding import PartitionSpec as P
 from jaxmoe import config as config_lib
 from jaxmoe.config import Model, MoE
 from jaxmoe.mesh import BATCH_AXES, Sizes, make_mesh
-from jaxmoe.moe.layer import MoELayer, MoEStats
-from jaxmoe.moe.router import capacity
+from jaxmoe.moe.exchange import ExpertAxis
+from jaxmoe.moe.layer import MoELayer
+from jaxmoe.moe.router import MoEStats, Sequences, capacity
 from tests import oracle
 
 B, S, D, F, E = 8, 8, 16, 24, 8
-BALANCE, Z = 0.3, 0.1
+BALANCE, SEQUENCE, Z = 0.3, 0.2, 0.1
 
 
 class Result(NamedTuple):
@@ -62,6 +64,12 @@ def small_moe(**changes: Any) -> MoE:
 
 def mesh_of(axis_size: int) -> jax.sharding.Mesh:
     return make_mesh(Sizes(8 // axis_size, axis_size, 1, "test"))
+
+
+def sequences(valid_T: Any, length: int | None = None) -> Sequences:
+    """Sequences of a length (None: a single one), numbered from 0."""
+    valid_BS = jnp.reshape(valid_T, (-1, length or len(valid_T)))
+    return Sequences(valid_BS, jnp.arange(len(valid_BS)))
 
 
 @lru_cache
@@ -108,22 +116,46 @@ def make_scene(model: Model, moe: MoE, kind: str) -> Scene:
     return Scene(params, buffers, x_TD, valid_T, cotangent_TD)
 
 
-@lru_cache
-def sharded(model: Model, moe: MoE, axis_size: int, *, optimized: bool = False):
+def sharded(model: Model, moe: MoE, axis: int | ExpertAxis, *, optimized: bool = False):
     """The jitted run on data 8/X x expert X: Scene -> Result.
 
     Args:
+      axis: X, or the whole axis.
       optimized: compile as the training does, not as fast as can be.
     """
-    graph, params, buffers = split_layer(model, moe)
-    mesh = mesh_of(axis_size)
+    run = program(model, moe, axis, optimized)
 
-    def per_device(params, buffers, x_BSD, valid_BS, cotangent_BSD):
+    def call(scene: Scene) -> Result:
+        y, stats, dx, dparams = run(*arguments(scene))
+        flat = lambda a: a.reshape(B * S, D)  # noqa: E731
+        return Result(flat(y), stats, (flat(dx), dparams))
+
+    return call
+
+
+def arguments(scene: Scene) -> tuple:
+    """What `program` is called with."""
+    x_BSD, cotangent_BSD = (
+        a.reshape(B, S, D) for a in (scene.x_TD, scene.cotangent_TD)
+    )
+    given = sequences(scene.valid_T, S)
+    return scene.params, scene.buffers, x_BSD, given, cotangent_BSD
+
+
+@lru_cache
+def program(model: Model, moe: MoE, axis: int | ExpertAxis, optimized: bool = False):
+    """The jitted function of `sharded`."""
+    graph, params, buffers = split_layer(model, moe)
+    axis = ExpertAxis(axis) if isinstance(axis, int) else axis
+    mesh = mesh_of(axis.size)
+
+    def per_device(params, buffers, x_BSD, sequences, cotangent_BSD):
         def objective(x_BSD, params):
             layer = nnx.merge(graph, params, buffers)
-            y_BSD, stats = layer(x_BSD, valid_BS, axis_size)
+            y_BSD, stats = layer(x_BSD, sequences, axis)
             total = jnp.sum(y_BSD * cotangent_BSD)
             total += BALANCE * stats.balance_loss + Z * stats.z_loss
+            total += SEQUENCE * stats.sequence_loss
             return total, (y_BSD, stats)
 
         gradient = jax.grad(objective, argnums=(0, 1), has_aux=True)
@@ -137,7 +169,7 @@ def sharded(model: Model, moe: MoE, axis_size: int, *, optimized: bool = False):
     rows, whole = P(BATCH_AXES), jax.tree.map(lambda _: P(), buffers)
     specs = {name: jax.tree.map(lambda _: P(), part) for name, part in params.items()}
     specs["experts"] = jax.tree.map(lambda _: P("expert"), params["experts"])
-    run = jax.jit(
+    return jax.jit(
         jax.shard_map(
             per_device,
             mesh=mesh,
@@ -148,32 +180,17 @@ def sharded(model: Model, moe: MoE, axis_size: int, *, optimized: bool = False):
         compiler_options=None if optimized else oracle.QUICK,
     )
 
-    def call(scene: Scene) -> Result:
-        y, stats, dx, dparams = run(
-            scene.params,
-            scene.buffers,
-            scene.x_TD.reshape(B, S, D),
-            scene.valid_T.reshape(B, S),
-            scene.cotangent_TD.reshape(B, S, D),
-        )
-        flat = lambda a: a.reshape(B * S, D)  # noqa: E731
-        return Result(flat(y), stats, (flat(dx), dparams))
-
-    return call
-
 
 @lru_cache
 def _dense(moe: MoE, group: int):
     def run(params, x_TD, valid_T, chosen_TE, kept_TE, cotangent_TD):
         def objective(x_TD, params):
-            y, balance, z = oracle.moe_layer(
-                params, x_TD, valid_T, chosen_TE, kept_TE, moe, group
+            y, balance, sequence, z, entropy = oracle.moe_layer(
+                params, x_TD, valid_T, chosen_TE, kept_TE, moe, group, S
             )
-            return jnp.sum(y * cotangent_TD) + BALANCE * balance + Z * z, (
-                y,
-                balance,
-                z,
-            )
+            total = jnp.sum(y * cotangent_TD)
+            total += BALANCE * balance + SEQUENCE * sequence + Z * z
+            return total, (y, balance, sequence, z, entropy)
 
         return jax.grad(objective, argnums=(0, 1), has_aux=True)(x_TD, params)
 
@@ -185,14 +202,14 @@ def dense(model: Model, moe: MoE, scene: Scene) -> Result:
     group = config_lib.group_tokens(model, moe)
     logits_TE = scene.x_TD @ scene.params["router"]["router_kernel"]
     bias_E = scene.buffers["router"]["bias"] if scene.buffers else None
-    ids_TK = oracle.choose(logits_TE, moe, bias_E)
+    ids_TK = oracle.choose(logits_TE, moe, bias_E, scene.valid_T.reshape(B, S))
     real_TK = np.repeat(scene.valid_T[:, None], moe.top_k, axis=1)
     limit = 10**9 if moe.capacity_factor is None else capacity(moe, group)
     kept_TK = oracle.keep(ids_TK, scene.valid_T, group, limit)
     chosen_TE = oracle.one_hot(ids_TK, real_TK, E)
     kept_TE = oracle.one_hot(ids_TK, kept_TK, E)
-    gradients, (y, balance, z) = _dense(moe, group)(
+    gradients, (y, *losses) = _dense(moe, group)(
         scene.params, scene.x_TD, scene.valid_T, chosen_TE, kept_TE, scene.cotangent_TD
     )
     dropped = (chosen_TE & ~kept_TE).sum()
-    return Result(y, MoEStats(chosen_TE.sum(0), dropped, balance, z), gradients)
+    return Result(y, MoEStats(chosen_TE.sum(0), dropped, *losses), gradients)

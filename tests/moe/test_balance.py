@@ -15,6 +15,7 @@ from flax import nnx
 from jaxmoe.config import Model, MoE
 from jaxmoe.moe import balance
 from jaxmoe.moe.router import Router
+from tests.moe.harness import sequences
 
 ALL = np.ones((1, 4), bool)
 jitted_count = jax.jit(balance.count_tokens, static_argnums=1)
@@ -32,7 +33,11 @@ def jitted_router(moe, group):
     model = Model(width=moe.num_experts)
     graph, state = nnx.split(Router(model, moe, group, rngs=nnx.Rngs(0)))
     state["router_kernel"].set_value(jnp.eye(moe.num_experts, dtype=jnp.float32))
-    return jax.jit(lambda x_TD, valid_T: nnx.merge(graph, state)(x_TD, valid_T))
+
+    def apply(x_TD, valid_T):
+        return nnx.merge(graph, state)(x_TD, sequences(valid_T))
+
+    return jax.jit(apply)
 
 
 def test_void_assignments_count_nowhere():
@@ -53,8 +58,8 @@ def test_even_load_gives_exactly_1(router):
         logits[t, [t // 2, 2 + t % 2]] = 1.0
     moe = MoE(num_experts=4, top_k=2, router=router)
     routing = jitted_router(moe, 4)(jnp.asarray(logits, jnp.float32), jnp.ones(4, bool))
-    np.testing.assert_array_equal(routing.load_E, [2, 2, 2, 2])
-    assert float(routing.balance_loss) == pytest.approx(1.0, abs=1e-6)
+    np.testing.assert_array_equal(routing.stats.load_E, [2, 2, 2, 2])
+    assert float(routing.stats.balance_loss) == pytest.approx(1.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("experts", [2, 8, 64])
@@ -106,9 +111,9 @@ def test_groups_are_independent():
     whole = run(logits, valid)
     parts = [run(logits[i : i + 4], valid[i : i + 4]) for i in (0, 4, 8)]
     for name in ("balance_loss", "z_loss", "load_E"):
-        total = sum(np.asarray(getattr(part, name)) for part in parts)
-        np.testing.assert_allclose(getattr(whole, name), total, rtol=1e-6)
-    assert parts[0].balance_loss != parts[1].balance_loss
+        total = sum(np.asarray(getattr(part.stats, name)) for part in parts)
+        np.testing.assert_allclose(getattr(whole.stats, name), total, rtol=1e-6)
+    assert parts[0].stats.balance_loss != parts[1].stats.balance_loss
 
 
 def test_z_loss_by_hand():
@@ -147,14 +152,14 @@ def test_bias_updates_even_out_the_load():
     @jax.jit
     def step(bias_E):
         router = nnx.merge(graph, {"router_kernel": jnp.eye(4)}, {"bias": bias_E})
-        routing = router(jnp.asarray(x_TD, jnp.float32), jnp.ones(32, bool))
-        load_LE = routing.load_E[None]
+        routing = router(jnp.asarray(x_TD, jnp.float32), sequences(jnp.ones(32, bool)))
+        load_LE = routing.stats.load_E[None]
         return balance.update_bias(bias_E[None], load_LE, 0.02)[0], routing
 
     bias_E, loads = jnp.zeros(4), []
     for _ in range(100):
         bias_E, routing = step(bias_E)
-        loads.append(np.asarray(routing.load_E))
+        loads.append(np.asarray(routing.stats.load_E))
     assert loads[0].max() >= 20
     # The step has a fixed size: loads swing around the mean for ever.
     np.testing.assert_allclose(np.mean(loads[50:], axis=0), [8] * 4, atol=3.0)

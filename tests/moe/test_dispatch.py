@@ -24,8 +24,11 @@ from jaxmoe.moe.dispatch import (
     rows_capacity,
     take_rows,
 )
+from jaxmoe.moe.exchange import ExpertAxis
 from tests import oracle
 from tests.moe.harness import mesh_of
+
+ONE = ExpertAxis()
 
 # A few shapes, each compiled once, and many contents: T, K, P and the block.
 SHAPES = st.sampled_from([(1, 1, 1, 8), (9, 1, 6, 1), (8, 3, 2, 4), (5, 2, 4, 8)])
@@ -42,11 +45,11 @@ def routings(draw):
 @partial(jax.jit, static_argnames=("num_slots", "block"))
 def dispatch_alone(x_TD, slots_TK, *, num_slots, block):
     return dispatch(
-        x_TD, slots_TK, num_slots=num_slots, axis_size=1, send_rows=0, block=block
+        x_TD, slots_TK, num_slots=num_slots, axis=ONE, buffer_rows=0, block=block
     )
 
 
-jitted_combine = jax.jit(combine)
+jitted_combine = jax.jit(partial(combine, axis=ONE))
 
 
 @given(routing=routings())
@@ -120,9 +123,9 @@ def test_gradients_contain_no_scatter_of_rows():
     def total(x_TD, weights_TK):
         slots = jnp.arange(24, dtype=jnp.int32).reshape(12, 2) % 5
         rows, _, route = dispatch(
-            x_TD, slots, num_slots=4, axis_size=1, send_rows=0, block=4
+            x_TD, slots, num_slots=4, axis=ONE, buffer_rows=0, block=4
         )
-        return jnp.sum(combine(jnp.tanh(rows), route, weights_TK) ** 2)
+        return jnp.sum(combine(jnp.tanh(rows), route, weights_TK, ONE) ** 2)
 
     inputs = jnp.ones((12, 8)), jnp.ones((12, 2))
     jaxpr = jax.make_jaxpr(jax.grad(total, argnums=(0, 1)))(*inputs)
@@ -165,16 +168,22 @@ def run_on_mesh(slots_NK, *, X, num_slots, W, block=8, apply=None):
       and the combined result [8 T] with weights 1, 10, 100 ... for the K slots.
     """
     N, K = slots_NK.shape
+    axis = ExpertAxis(X)
     values = 1.0 + jnp.arange(N, dtype=jnp.float32)[:, None]
     weights = jnp.broadcast_to(10.0 ** jnp.arange(K)[None], (N, K))
 
     def per_device(x_TD, slots_TK, weights_TK):
         rows, layout, route = dispatch(
-            x_TD, slots_TK, num_slots=num_slots, axis_size=X, send_rows=W, block=block
+            x_TD,
+            slots_TK,
+            num_slots=num_slots,
+            axis=axis,
+            buffer_rows=X * W,
+            block=block,
         )
         out = rows if apply is None else apply(rows, layout)
         lead = lambda a: a[None]  # noqa: E731
-        back = combine(out, route, weights_TK)
+        back = combine(out, route, weights_TK, axis)
         return lead(rows[:, 0]), jax.tree.map(lead, (layout, route.overflow)), back
 
     rows_spec = P(BATCH_AXES)

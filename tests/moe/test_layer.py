@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 from jaxmoe.config import Model, MoE
+from jaxmoe.moe.exchange import ExpertAxis
 from jaxmoe.moe.layer import MoELayer
 from tests import oracle
 from tests.moe import harness
@@ -23,6 +24,7 @@ ROUTERS = {
     "top_k": {},
     "prototype": {},
     "grouped_sigmoid": {"num_groups": 4, "top_groups": 2, "route_scale": 2.5},
+    "balanced": {},
 }
 CAPACITIES = {
     "dropless": {},
@@ -174,10 +176,12 @@ def test_default_buffer_is_never_larger_than_what_can_come():
     """
     model = harness.small_model()
     layer = MoELayer(model, harness.small_moe(top_k=4), rngs=nnx.Rngs(0))
-    assert [layer._send_rows(64, X) for X in (1, 2, 4, 8)] == [256, 256, 128, 64]
+    rows = [layer._buffer_rows(64, X) // X for X in (1, 2, 4, 8)]
+    assert rows == [256, 256, 128, 64]
     moe = harness.small_moe(top_k=4, capacity_factor=1.0)  # C = 4 * 4 / 8 = 2
     layer = MoELayer(model, moe, rngs=nnx.Rngs(0))
-    assert [layer._send_rows(64, X) for X in (2, 4, 8)] == [16 * 4 * 2, 64, 32]
+    rows = [layer._buffer_rows(64, X) // X for X in (2, 4, 8)]
+    assert rows == [16 * 4 * 2, 64, 32]
 
 
 def test_padding_content_changes_no_real_token():
@@ -211,10 +215,10 @@ def test_loads_are_global():
 def layer_jaxpr(model, moe, tokens):
     layer = MoELayer(model, moe, rngs=nnx.Rngs(0))
     graph, state = nnx.split(layer)
-    valid = jnp.ones((1, tokens), bool)
+    sequences = harness.sequences(jnp.ones(tokens, bool))
 
     def total(x_BSD, state):
-        return jnp.sum(nnx.merge(graph, state)(x_BSD, valid, 1)[0] ** 2)
+        return jnp.sum(nnx.merge(graph, state)(x_BSD, sequences, ExpertAxis())[0] ** 2)
 
     x_BSD = jnp.zeros((1, tokens, model.width))
     return jax.make_jaxpr(jax.grad(total, argnums=(0, 1)))(x_BSD, state)

@@ -20,7 +20,7 @@ from jaxmoe.mesh import BATCH_AXES
 from jaxmoe.moe import router as router_lib
 from jaxmoe.moe.router import Router, capacity, within_capacity
 from tests import oracle
-from tests.moe.harness import mesh_of
+from tests.moe.harness import mesh_of, sequences
 
 GROUPED = {"num_groups": 4, "top_groups": 2, "route_scale": 2.5}
 
@@ -35,7 +35,10 @@ def steered(moe, width, group):
     """A jitted router whose logits are its tokens, the kernel being the identity."""
     graph, state = nnx.split(make_router(moe, width=width, group=group))
     state["router_kernel"].set_value(jnp.eye(width, dtype=jnp.float32))
-    apply = lambda x_TD, valid_T: nnx.merge(graph, state)(x_TD, valid_T)  # noqa: E731
+
+    def apply(x_TD, valid_T):
+        return nnx.merge(graph, state)(x_TD, sequences(valid_T))
+
     return jax.jit(apply, compiler_options=oracle.QUICK)
 
 
@@ -132,10 +135,10 @@ def test_collapse_drops_56_of_64():
     logits = np.zeros((64, 8), np.float32)
     logits[:, 5] = 1.0
     routing = route(moe, logits)
-    assert int(routing.dropped) == 56
+    assert int(routing.stats.dropped) == 56
     expected = np.where(np.arange(64) < 8, 5, 8)  # 8: no expert
     np.testing.assert_array_equal(routing.expert_ids_TK[:, 0], expected)
-    np.testing.assert_array_equal(routing.load_E, [0, 0, 0, 0, 0, 64, 0, 0])
+    np.testing.assert_array_equal(routing.stats.load_E, [0, 0, 0, 0, 0, 64, 0, 0])
 
 
 def test_collapse_without_capacity_drops_nothing():
@@ -143,7 +146,7 @@ def test_collapse_without_capacity_drops_nothing():
     logits = np.zeros((64, 8), np.float32)
     logits[:, 5] = 1.0
     routing = route(MoE(num_experts=8, top_k=1), logits)
-    assert int(routing.dropped) == 0
+    assert int(routing.stats.dropped) == 0
     assert (routing.expert_ids_TK == 5).all()
 
 
@@ -151,7 +154,7 @@ def test_collapse_shows_in_the_load():
     """Two of 8 experts take all, K = 2: max load / mean load = 4."""
     logits = np.zeros((16, 8), np.float32)
     logits[:, [2, 6]] = 1.0
-    load = np.asarray(route(MoE(num_experts=8, top_k=2), logits).load_E)
+    load = np.asarray(route(MoE(num_experts=8, top_k=2), logits).stats.load_E)
     assert load.sum() == 32
     assert load.max() / load.mean() == 4.0
 
@@ -172,7 +175,9 @@ def test_ties_go_to_the_lower_expert_on_every_mesh(axis_size):
     rows = P(BATCH_AXES)
 
     def per_device(x_TD):
-        routing = nnx.merge(graph, state)(x_TD, jnp.ones(x_TD.shape[0], bool))
+        routing = nnx.merge(graph, state)(
+            x_TD, sequences(jnp.ones(x_TD.shape[0], bool))
+        )
         return routing.expert_ids_TK
 
     run = jax.shard_map(
@@ -287,8 +292,8 @@ def test_padding_is_void():
     logits[:, 2] = 1.0
     routing = route(moe, logits, [False, True, True, False])
     np.testing.assert_array_equal(routing.expert_ids_TK[:, 0], [4, 2, 4, 4])
-    np.testing.assert_array_equal(routing.load_E, [0, 0, 2, 0])
-    assert int(routing.dropped) == 1
+    np.testing.assert_array_equal(routing.stats.load_E, [0, 0, 2, 0])
+    assert int(routing.stats.dropped) == 1
 
 
 def test_padding_content_changes_nothing():
@@ -300,10 +305,15 @@ def test_padding_content_changes_nothing():
     one, two = route(moe, logits, valid, group=8), route(moe, other, valid, group=8)
     np.testing.assert_array_equal(one.expert_ids_TK, two.expert_ids_TK)
     for name in ("load_E", "balance_loss", "z_loss"):
-        np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
+        np.testing.assert_array_equal(
+            getattr(one.stats, name), getattr(two.stats, name)
+        )
 
 
-@pytest.mark.parametrize("router", ["top_k", "prototype", "grouped_sigmoid"])
+ROUTERS = ("top_k", "prototype", "grouped_sigmoid", "balanced")
+
+
+@pytest.mark.parametrize("router", ROUTERS)
 def test_everything_is_float32(router):
     """bfloat16 tokens are cast before the product, and nothing goes back after it."""
     groups = GROUPED if router == "grouped_sigmoid" else {}
@@ -311,7 +321,7 @@ def test_everything_is_float32(router):
     graph, state = nnx.split(layer)
 
     def run(x_TD, valid_T):
-        return nnx.merge(graph, state)(x_TD, valid_T)
+        return nnx.merge(graph, state)(x_TD, sequences(valid_T))
 
     jaxpr = jax.make_jaxpr(run)(jnp.zeros((8, 4), jnp.bfloat16), jnp.ones(8, bool))
     outvars = [v for e in oracle.equations(jaxpr) for v in e.outvars]
@@ -331,8 +341,8 @@ def test_the_product_is_not_rounded_by_the_hardware():
     graph, state = nnx.split(layer)
 
     def total(x_TD, state):
-        routing = nnx.merge(graph, state)(x_TD, jnp.ones(8, bool))
-        return jnp.sum(routing.weights_TK**2) + routing.z_loss
+        routing = nnx.merge(graph, state)(x_TD, sequences(jnp.ones(8, bool)))
+        return jnp.sum(routing.weights_TK**2) + routing.stats.z_loss
 
     jaxpr = jax.make_jaxpr(jax.grad(total, argnums=(0, 1)))(jnp.ones((8, 4)), state)
     products = [e for e in oracle.equations(jaxpr) if e.primitive.name == "dot_general"]
@@ -348,7 +358,7 @@ def test_bfloat16_tokens_choose_as_float32_does():
     layer.router_kernel[...] = layer.router_kernel[...] * 0.05
     x_TD = jax.random.normal(jax.random.key(1), (4096, 512)).astype(jnp.bfloat16)
     got = np.asarray(
-        jax.jit(lambda x: layer(x, jnp.ones(4096, bool)))(x_TD).expert_ids_TK
+        jax.jit(lambda x: layer(x, sequences(jnp.ones(4096, bool))))(x_TD).expert_ids_TK
     )
     exact = np.asarray(x_TD, np.float64) @ np.asarray(
         layer.router_kernel[...], np.float64
