@@ -66,6 +66,16 @@ def load_statistics(load_LE: np.ndarray) -> dict[str, float]:
     }
 
 
+def load_statistics_by_layer(load_LE: np.ndarray) -> dict[str, list[float]]:
+    """The figures of `load_statistics`, a list with an entry per layer."""
+    layers = [load_statistics(load_E[None]) for load_E in load_LE]
+    return {
+        "load_max_over_mean_by_layer": [row["load_max_over_mean"] for row in layers],
+        "load_cv_by_layer": [row["load_cv"] for row in layers],
+        "dead_experts_by_layer": [row["dead_experts"] for row in layers],
+    }
+
+
 # Files -----------------------------------------------------------------------------
 
 

@@ -15,7 +15,12 @@ import numpy as np
 from jaxmoe import config as config_lib
 from jaxmoe.config import Config
 from jaxmoe.data.tasks import TASKS
-from jaxmoe.metrics import MetricsWriter, Progress, load_statistics
+from jaxmoe.metrics import (
+    MetricsWriter,
+    Progress,
+    load_statistics,
+    load_statistics_by_layer,
+)
 from jaxmoe.optim import learning_rate
 from jaxmoe.train_step import StepMetrics
 
@@ -152,6 +157,7 @@ class StepLog:
             )
             values["z_loss"] = float(stats.z_loss.mean() / groups)
             values |= load_statistics(load_LE)
+            values |= load_statistics_by_layer(load_LE)
             chosen_L = np.maximum(load_LE.sum(axis=1), 1)
             values["dropped_fraction"] = float(stats.dropped.sum() / chosen_L.sum())
             values["dropped_fraction_by_layer"] = (stats.dropped / chosen_L).tolist()

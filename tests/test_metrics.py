@@ -256,6 +256,16 @@ def test_load_statistics(load, max_over_mean, cv, dead):
     assert all(type(value) is float for value in found.values())
 
 
+def test_load_statistics_by_layer_has_an_entry_per_layer():
+    """An even layer, one with everything on expert 0, one where nothing was counted."""
+    found = metrics.load_statistics_by_layer(np.array([[2, 2], [4, 0], [0, 0]]))
+    assert found == {
+        "load_max_over_mean_by_layer": [1.0, 2.0, 1.0],
+        "load_cv_by_layer": [0.0, 1.0, 0.0],
+        "dead_experts_by_layer": [0.0, 1.0, 0.0],
+    }
+
+
 # Terminal ----------------------------------------------------------------------------
 
 

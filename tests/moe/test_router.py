@@ -4,6 +4,7 @@
 Legend: T tokens, D width, E experts, K experts per token, G groups, N tokens of one.
 """
 
+import dataclasses
 from functools import lru_cache
 
 import jax
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmoe.config import Model, MoE
 from jaxmoe.mesh import BATCH_AXES
 from jaxmoe.moe import router as router_lib
-from jaxmoe.moe.router import Router, capacity, within_capacity
+from jaxmoe.moe.router import Router, Sequences, capacity, within_capacity
 from tests import oracle
 from tests.moe.harness import mesh_of, sequences
 
@@ -374,3 +375,59 @@ def test_bfloat16_tokens_choose_as_float32_does():
     other = np.asarray(jax.lax.top_k(rounded, 2)[1])
     changed = (np.sort(other, axis=1) != np.sort(want, axis=1)).any(axis=1)
     assert changed[clear].mean() > 0.003  # what a bfloat16 router would do
+
+
+def test_balanced_deals_experts_out_in_turn():
+    """E = 4, K = 2, sequences of 4: the i-th real token takes 2i and 2i + 1 mod 4.
+
+    Sequence 1 starts at token 4, which is even, so it goes on with expert 0.
+    """
+    moe = MoE(num_experts=4, top_k=2, router="balanced")
+    valid = np.array([1, 0, 1, 1, 1, 1, 1, 1], bool)
+    graph, state = nnx.split(make_router(moe, group=4))
+    routing = nnx.merge(graph, state)(jnp.ones((8, 4)), sequences(valid, 4))
+    ids = [[0, 1], [4, 4], [2, 3], [0, 1], [0, 1], [2, 3], [0, 1], [2, 3]]
+    np.testing.assert_array_equal(routing.expert_ids_TK, ids)
+    np.testing.assert_array_equal(routing.weights_TK, np.full((8, 2), 0.5))
+    np.testing.assert_array_equal(routing.stats.load_E, [4, 4, 3, 3])
+
+
+@given(data=st.data())
+def test_balanced_loads_differ_by_one(data):
+    """Of one sequence without padding, each expert gets its share, within 1."""
+    S, K, E = data.draw(st.sampled_from([(7, 2, 5), (12, 3, 8), (5, 1, 4)]))
+    number = data.draw(st.integers(0, 2**31 - 1))
+    moe = MoE(num_experts=E, top_k=K, router="balanced")
+    given_number = Sequences(np.ones((1, S), bool), np.array([number], np.int32))
+    ids, *_ = router_lib.balanced(jnp.zeros((S, E)), given_number, moe)
+    load = np.bincount(np.asarray(ids).ravel(), minlength=E)
+    assert load.max() - load.min() <= 1
+    assert all(len(set(row)) == K for row in np.asarray(ids).tolist())
+
+
+def test_jitter_is_uniform_and_drawn_per_sequence():
+    """Factors in [0.8, 1.2), mean 1; a sequence keeps its own wherever it stands."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x_TD = jnp.ones((3 * 100, 8))
+    got = np.asarray(router_lib.jitter(x_TD, keys, 0.2)).reshape(3, 100, 8)
+    assert got.min() >= 0.8
+    assert got.max() < 1.2
+    assert abs(got.mean() - 1.0) < 0.01
+    other = router_lib.jitter(x_TD[:100], keys[2:], 0.2)
+    np.testing.assert_array_equal(got[2], other)
+    assert not np.array_equal(got[0], got[1])
+
+
+def test_jitter_needs_a_key():
+    """Evaluation gives none: the router sees its input as it is."""
+    moe = MoE(num_experts=4, top_k=2, input_jitter=0.5)
+    graph, state = nnx.split(make_router(moe, group=4))
+    x_TD = jax.random.normal(jax.random.key(1), (4, 4))
+    given_keys = sequences(np.ones(4, bool))
+    still = nnx.merge(graph, state)(x_TD, given_keys)
+    keys = jax.random.split(jax.random.key(0), 1)
+    moved = nnx.merge(graph, state)(x_TD, dataclasses.replace(given_keys, key_B=keys))
+    plain = nnx.merge(graph, state)
+    plain.moe = MoE(num_experts=4, top_k=2)
+    jax.tree.map(np.testing.assert_array_equal, still, plain(x_TD, given_keys))
+    assert not np.array_equal(still.weights_TK, moved.weights_TK)
