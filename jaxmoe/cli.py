@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxmoe import __version__, config_checks, gin_config
+from jaxmoe import __version__, config_checks, gin_config, schedule_command
 from jaxmoe.config import ConfigError
 
 EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED = 1, 2, 75
@@ -26,6 +26,8 @@ usage: jaxmoe COMMAND [--gin_file=FILE] [--gin.X.y=VALUE] [options]
 
   train     train a model: [--workdir=DIR]; a run found in DIR goes on
   eval      evaluate a finished run: --workdir=DIR [--json]
+  schedule  simulate a pipeline schedule: NAME --ranks=R --microbatches=M
+            [--costs=F=1,Bi=1,W=1,FB=3] [--figure=FILE] [--csv=FILE] [--json]
 
 Every option of the configuration is set with --gin.SECTION.FIELD=VALUE, for example
 --gin.MoE.num_experts=16 or --gin.Train.steps=200; --gin_file=FILE may be repeated.
@@ -35,7 +37,11 @@ Every option of the configuration is set with --gin.SECTION.FIELD=VALUE, for exa
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands: dict[str, Callable[[list[str]], int]] = {"train": _train, "eval": _eval}
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": _train,
+        "eval": _eval,
+        "schedule": _schedule,
+    }
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_USAGE, end="")
         return 0
@@ -122,6 +128,16 @@ def _eval(arguments: list[str]) -> int:
     if options.json:
         print(json.dumps(figures))
     return 0
+
+
+def _schedule(arguments: list[str]) -> int:
+    """Simulates and draws a pipeline schedule."""
+    if "-h" in arguments or "--help" in arguments:
+        print(_USAGE, end="")
+        return 0
+    parser = _Parser(prog="jaxmoe schedule", add_help=False, allow_abbrev=False)
+    schedule_command.add_arguments(parser)
+    return schedule_command.run(parser.parse_args(arguments))
 
 
 def _new_workdir(files: Sequence[str]) -> str:

@@ -168,8 +168,10 @@ def check_numbers(
             f"Set {ranks_name}={choice(near)}, or use dualpipev",
         )
     if two_ways and microbatches < 2 * ranks:
-        fits = microbatches // 2 if name == "dualpipev" else microbatches // 4 * 2
-        fewer = f", or {ranks_name}={fits} or fewer" if fits > 1 else ""
+        fits = microbatches // 2
+        if name == "dualpipe":
+            fits = 0 if microbatches % 2 else fits // 2 * 2
+        fewer = f", or {ranks_name}={fits}" if fits else ""
         raise mistake(
             f"{microbatches_name}={microbatches} is too small for {ranks_name}={ranks}",
             f"{name} needs at least two microbatches per rank, {2 * ranks}",

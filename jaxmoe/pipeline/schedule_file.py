@@ -2,7 +2,9 @@
 """Floor 0. Schedules in CSV files: one line per rank, one cell per operation.
 
     0F5        forward of microbatch 5 in stage 0; the kinds are F, B, Bi and W
-    0F5&7B2    a forward overlapped with a backward
+    0F5&7B2    that forward overlapped with a backward
+
+The notation is torchtitan's, but for the last.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def from_csv(text: str, name: str) -> Schedule:
         raise mistake(
             f"{name} has no operations",
             "a schedule has one line per rank, such as 0F0,0F1,0B0,0B1",
-            "Write one with `jaxmoe schedule 1f1b --csv FILE`",
+            "`jaxmoe schedule 1f1b --ranks=2 --microbatches=4 --csv=FILE` writes one",
         )
     stages = max(stage for _, stage, _ in found) + 1
     microbatches = max(microbatch for _, _, microbatch in found) + 1

@@ -16,11 +16,14 @@ What an operation waits for, s a stage and m a microbatch:
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 
 from jaxmoe.config_base import mistake, nearest
 from jaxmoe.pipeline.schedule import Operation, Schedule
+
+# Times are rounded to 9 decimals, so that sums in another order give equal times.
+_DECIMALS = 9
+_SHORTEST, _LONGEST = 1e-3, 1e4
 
 Key = tuple[str, int, int]  # F, Bi or W; stage; microbatch
 
@@ -44,10 +47,10 @@ class Costs:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is not None and not (0 < value < math.inf):
+            if value is not None and not (_SHORTEST <= value <= _LONGEST):
                 raise mistake(
                     f"cost {field.name}={value:g} is no duration",
-                    "it must be a number above 0",
+                    f"it must be from {_SHORTEST:g} to {_LONGEST:g}, in any unit",
                     f"Set {field.name}=1",
                 )
 
@@ -68,8 +71,8 @@ class Timeline:
       makespan: The end of the last operation.
       busy: Per rank, the time in which it does something.
       peak_activations: Per rank, the most activations that live at one time. One lives
-        from the start of its F to the end of its B or Bi, where what a W still needs is
-        much less; an F that starts when such an end comes takes over its place.
+        from the start of its F to the end of its B or Bi; an F that starts at such an
+        end takes over the place. What a Bi leaves for its W is not counted.
     """
 
     schedule: Schedule
@@ -81,7 +84,7 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """The idle time of the rank that idles most."""
-        return self.makespan - min(self.busy)
+        return round(self.makespan - min(self.busy), _DECIMALS)
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -103,8 +106,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
                     break
                 ready = spans[-1][1] if spans else 0.0
                 start = max([ready, *(done[key] for key in needs)])
-                # Rounded, so that sums in another order give equal times.
-                spans.append((start, round(start + costs.of(operation.kind), 9)))
+                spans.append(
+                    (start, round(start + costs.of(operation.kind), _DECIMALS))
+                )
                 done |= dict.fromkeys(outputs(operation), spans[-1][1])
                 moved = True
     _check_done(schedule, done, [len(spans) for spans in times])
@@ -112,7 +116,10 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         schedule=schedule,
         times=tuple(map(tuple, times)),
         makespan=max(spans[-1][1] for spans in times),
-        busy=tuple(sum(costs.of(o.kind) for o in line) for line in schedule.ranks),
+        busy=tuple(
+            round(sum(costs.of(o.kind) for o in line), _DECIMALS)
+            for line in schedule.ranks
+        ),
         peak_activations=tuple(map(_peak, schedule.ranks, times)),
     )
 
@@ -158,7 +165,7 @@ def parse_costs(text: str) -> Costs:
                 f"costs are those of {', '.join(known)}",
                 f"Write it like {best}=1",
             )
-        if not re.fullmatch(r"\d+\.?\d*|\.\d+", value):
+        if not re.fullmatch(r"(\d+\.?\d*|\.\d+)", value):
             raise mistake(
                 f"--costs has {item.strip()!r}",
                 "a cost is a number above 0",
