@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs compiled for TPU slices that are not there, and what is in them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from jaxmoe.config import Config
+from jaxmoe.mesh import AXES
+from jaxmoe.train_step import Setup
+
+KINDS = (
+    "all-to-all",
+    "ragged-all-to-all",
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "collective-permute",
+)
+
+
+class Collective(NamedTuple):
+    """One collective of a compiled program."""
+
+    kind: str
+    dtype: str  # of its first result, as HLO writes it
+    dims: tuple[int, ...]
+    starts: bool  # asynchronous: its end is another instruction
+
+
+@functools.lru_cache
+def topology_mesh(name: str, data: int, expert: int, pipe: int = 1) -> Mesh:
+    """A mesh over the chips of a slice such as 'v5e:2x4'; skips without libtpu."""
+    pytest.importorskip("libtpu", reason="pip install -e '.[aot]'")
+    from jax.experimental import topologies
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Do not ask a metadata server which slice this machine is part of.
+        patch.setenv("TPU_SKIP_MDS_QUERY", "1")
+        topology = topologies.get_topology_desc(name, "tpu")
+    devices = np.asarray(topology.devices).reshape(data, expert, pipe)
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+@functools.lru_cache
+def compiled_step(config: Config, mesh: Mesh, vocab_size: int) -> str:
+    """The scheduled program of the train step."""
+    setup = Setup(config, mesh, vocab_size)
+    step = setup.train_step()
+    return step.lower(setup.abstract_state, setup.abstract_batch()).compile().as_text()
+
+
+def collectives(text: str) -> list[Collective]:
+    """Every collective of a program; a start and its done are one."""
+    found = []
+    pattern = r"= \(*(\w+)\[([\d,]*)\].*? (" + "|".join(KINDS) + r")(-start)?\("
+    for line in text.splitlines():
+        if match := re.search(pattern, line):
+            dims = tuple(int(n) for n in match[2].split(",") if n)
+            found.append(Collective(match[3], match[1], dims, bool(match[4])))
+    return found
