@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floor 4. Runs a table of ticks on every rank at once, inside a shard_map.
+
+One `lax.scan` over ticks. In a tick a rank takes its branch of one `lax.switch`: the
+operations of the tick, with the programs of the stages and the direction of each built
+in, so that weights are used where they lie and gradients are added in place. Then what
+it made travels by four ppermutes, which every rank issues in every tick, and is
+written into the buffers, outside the switch: a write inside a branch would copy the
+whole buffer. Branches differ only along `pipe`: the devices of an exchange over
+`expert` always take the same one.
+
+  inbox of activations, of gradients    what arrived and waits
+  stash      what a forward leaves for its backward
+  deferred   what a Bi leaves for its W
+Each has one slot more than the table needs, for what goes nowhere.
+
+Legend: M microbatches, R ranks, b sequences of a microbatch on this device, S
+positions, D width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe.pipeline.lower import COLUMNS, TickTable
+from jaxmoe.pipeline.stage import Backward, StagePrograms, Tree
+
+AXIS = "pipe"
+Kinds = tuple[str, ...]  # of a stage's layers
+Layers = dict[str, list[Tree]]  # by kind, those of one stage in order
+Row = dict[str, jax.Array]  # a tick of this rank: column -> number
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """What is to be run.
+
+    Attributes:
+      table: the ticks.
+      stages: per stage, the kinds of its layers and its programs. Stages with the same
+        programs share the object.
+      context: (microbatch, stage, direction) -> what a stage gets besides its input.
+      fill: what unused places hold; a test makes it NaN, and nothing changes.
+    """
+
+    table: TickTable
+    stages: Sequence[tuple[Kinds, StagePrograms]]
+    context: Callable[[jax.Array, jax.Array, int], Tree]
+    fill: float = 0.0
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["weights", "head", "stage", "finish"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """What ticks add to.
+
+    Attributes:
+      weights: per direction, gradients of the weights that this rank has for it.
+      head: gradients of the head's weights.
+      stage: per direction, statistics of the MoE layers, [layers, ...]; or None.
+      finish: statistics of the head.
+    """
+
+    weights: list[Layers]
+    head: Tree
+    stage: list[Tree]
+    finish: Tree
+
+
+def run(
+    pipeline: Pipeline,
+    weights: list[Layers],
+    head: Tree,
+    inputs_MbSD: jax.Array,
+    sums: Sums,
+) -> tuple[Sums, jax.Array]:
+    """Carries out the table.
+
+    Args:
+      pipeline: the static side.
+      weights: per direction, the layers of the stage that this rank holds for it.
+      head: weights of the head, the same on every rank.
+      inputs_MbSD: inputs of stage 0, of every microbatch.
+      sums: what to add to.
+
+    Returns:
+      The sums, and the gradient of the inputs: zeros but for the microbatches that
+      enter here.
+    """
+    works, work_of = _list_works(pipeline)
+    columns = np.stack([work_of, *(pipeline.table.columns[c] for c in COLUMNS)], axis=1)
+    rank = jax.lax.axis_index(AXIS)
+    mine = jnp.take(jnp.asarray(columns), rank, axis=2)  # [ticks, columns]
+    branches = _Branches(pipeline, weights, head, inputs_MbSD)
+    M = inputs_MbSD.shape[0]
+
+    def tick(carry, numbers):
+        buffers, sums, gradients = carry
+        row = dict(zip(("work", *COLUMNS), numbers, strict=True))
+        steps = [partial(branches, work) for work in works]
+        sums, made = jax.lax.switch(row["work"], steps, row, buffers, sums)
+        buffers = branches.keep(row, buffers, made)
+        enters = (row["b_stage"] == 0) & (row["b_microbatch"] >= 0)
+        where = jnp.where(enters, row["b_microbatch"], M)
+        gradients = _write(gradients, made.gradient, where)
+        return (buffers, sums, gradients), None
+
+    room = jnp.zeros((M + 1, *inputs_MbSD.shape[1:]), inputs_MbSD.dtype)
+    carry = (branches.empty(), sums, room)
+    (_, sums, gradients), _ = jax.lax.scan(tick, carry, mine)
+    return sums, gradients[:M]
+
+
+class Work(NamedTuple):
+    """What a rank does in a tick, but for the microbatches: one branch.
+
+    Attributes:
+      kinds: as in `TickTable.branches`.
+      directions: of the forward, of the backward and of the W; -1 for none.
+      stages: of each, the first stage that has the same programs; -1 for none.
+    """
+
+    kinds: tuple[str, ...]
+    directions: tuple[int, int, int]
+    stages: tuple[int, int, int]
+
+
+def _list_works(pipeline: Pipeline) -> tuple[list[Work], np.ndarray]:
+    """The distinct works of a table, and which of them every [tick, rank] has."""
+    table, columns = pipeline.table, pipeline.table.columns
+    programs = [id(programs) for _, programs in pipeline.stages]
+    first = [programs.index(program) for program in programs]
+    found: dict[Work, int] = {}
+    work_of = np.zeros_like(columns["branch"])
+    for place in np.ndindex(work_of.shape):
+        stages = [int(columns[f"{letter}_stage"][place]) for letter in "fbw"]
+        work = Work(
+            table.branches[columns["branch"][place]],
+            tuple(int(columns[f"{letter}_direction"][place]) for letter in "fbw"),
+            tuple(first[stage] if stage >= 0 else -1 for stage in stages),
+        )
+        work_of[place] = found.setdefault(work, len(found))
+    return list(found), work_of
+
+
+class Shelf:
+    """Slots for the arrays of any one of several programs.
+
+    Arrays of one shape and type of different programs share their place.
+    """
+
+    def __init__(
+        self, lists: Sequence[list[jax.ShapeDtypeStruct]], slots: int, fill: float
+    ):
+        self._slots, self._fill = slots, fill
+        self._shapes: list[tuple] = []
+        self._places: list[list[int]] = []
+        for arrays in lists:
+            free = dict(enumerate(self._shapes))
+            places = []
+            for array in arrays:
+                shape = (array.shape, array.dtype)
+                place = next((i for i, s in free.items() if s == shape), None)
+                if place is None:
+                    place = len(self._shapes)
+                    self._shapes.append(shape)
+                free.pop(place, None)
+                places.append(place)
+            self._places.append(places)
+
+    def empty(self) -> list[jax.Array]:
+        return [
+            _full((self._slots + 1, *shape), dtype, self._fill)
+            for shape, dtype in self._shapes
+        ]
+
+    def pack(self, number: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """What a slot gets from program `number`; -1: from none."""
+        places = self._places[number] if number >= 0 else []
+        given = dict(zip(places, arrays, strict=True))
+        return [
+            given[i] if i in given else _full(shape, dtype, self._fill)
+            for i, (shape, dtype) in enumerate(self._shapes)
+        ]
+
+    def read(self, number: int, buffers: list[jax.Array], slot: jax.Array):
+        return [_read(buffers[place], slot) for place in self._places[number]]
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["activations", "gradients", "stash", "deferred"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Buffers:
+    """Ring buffers in a carry; or, without slots, what one tick writes into them."""
+
+    activations: jax.Array
+    gradients: jax.Array
+    stash: list[jax.Array]
+    deferred: list[jax.Array]
+
+
+class Made(NamedTuple):
+    """What a branch leaves, of one size whatever the branch."""
+
+    activation: jax.Array
+    gradient: jax.Array
+    stash: list[jax.Array]
+    deferred: list[jax.Array]
+
+
+class _Branches:
+    """The bodies of the switch, and the buffers that they share."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        weights: list[Layers],
+        head: Tree,
+        inputs_MbSD: jax.Array,
+    ):
+        self._pipeline, self._weights, self._head = pipeline, weights, head
+        self._inputs = inputs_MbSD
+        slots, stages = pipeline.table.slots, pipeline.stages
+        saved = [programs.saved for _, programs in stages]
+        deferred = [programs.deferred for _, programs in stages]
+        self._stash = Shelf(saved, slots.stash, pipeline.fill)
+        # Without any W no Bi leaves anything.
+        deferred = deferred if slots.deferred else [[]] * len(stages)
+        self._deferred = Shelf(deferred, slots.deferred, pipeline.fill)
+
+    def empty(self) -> Buffers:
+        slots, fill = self._pipeline.table.slots, self._pipeline.fill
+        shape, dtype = self._inputs.shape[1:], self._inputs.dtype
+        return Buffers(
+            activations=_full((slots.activations + 1, *shape), dtype, fill),
+            gradients=_full((slots.gradients + 1, *shape), dtype, fill),
+            stash=self._stash.empty(),
+            deferred=self._deferred.empty(),
+        )
+
+    def __call__(self, work: Work, row: Row, buffers: Buffers, sums: Sums):
+        """One tick of one rank: reads buffers, adds to sums, leaves what it made."""
+        nothing = _full(self._inputs.shape[1:], self._inputs.dtype, self._pipeline.fill)
+        activation, gradient = nothing, nothing
+        stash, deferred = self._stash.pack(-1, []), self._deferred.pack(-1, [])
+        read = buffers  # what it was when the tick began
+        for kind in work.kinds:
+            with jax.named_scope(kind):
+                if kind == "F":
+                    activation, stash, sums = self._forward(work, row, read, sums)
+                elif kind == "W":
+                    sums = self._weight_gradients(work, row, read, sums)
+                else:
+                    gradient, deferred, sums = self._backward(work, row, read, sums)
+        return sums, Made(activation, gradient, stash, deferred)
+
+    def _forward(self, work: Work, row: Row, buffers: Buffers, sums: Sums):
+        direction, stage = work.directions[0], work.stages[0]
+        kinds, programs = self._pipeline.stages[stage]
+        microbatch = row["f_microbatch"]
+        x = jnp.where(
+            row["f_stage"] == 0,
+            _read(self._inputs, microbatch),
+            _read(buffers.activations, row["f_inbox"]),
+        )
+        context = self._pipeline.context(microbatch, row["f_stage"], direction)
+        layers = _pick(self._weights[direction], kinds)
+        y, _, statistics, saved = programs.forward(layers, x, context)
+        stage_sums = list(sums.stage)
+        stage_sums[direction] = _add_first(stage_sums[direction], statistics)
+        sums = dataclasses.replace(sums, stage=stage_sums)
+        return y, self._stash.pack(stage, saved), sums
+
+    def _backward(self, work: Work, row: Row, buffers: Buffers, sums: Sums):
+        direction, stage = work.directions[1], work.stages[1]
+        kinds, programs = self._pipeline.stages[stage]
+        context = self._pipeline.context(row["b_microbatch"], row["b_stage"], direction)
+        arguments = (
+            _pick(self._weights[direction], kinds),
+            self._head,
+            context,
+            self._stash.read(stage, buffers.stash, row["b_stash"]),
+            _read(buffers.gradients, row["b_inbox"]),
+        )
+        whole = "B" in work.kinds
+        step = programs.backward if whole else programs.backward_inputs
+        result: Backward = step(*arguments)
+        deferred = self._deferred.pack(-1, [])
+        if result.deferred is not None:
+            deferred = self._deferred.pack(stage, result.deferred)
+        else:
+            sums = _add_weights(sums, direction, kinds, result.dweights)
+        if result.dhead is not None:
+            sums = dataclasses.replace(
+                sums,
+                head=_add(sums.head, result.dhead),
+                finish=_add(sums.finish, result.statistics),
+            )
+        return result.dx, deferred, sums
+
+    def _weight_gradients(self, work: Work, row: Row, buffers: Buffers, sums: Sums):
+        direction, stage = work.directions[2], work.stages[2]
+        kinds, programs = self._pipeline.stages[stage]
+        dweights = programs.backward_weights(
+            _pick(self._weights[direction], kinds),
+            self._head,
+            self._pipeline.context(row["w_microbatch"], row["w_stage"], direction),
+            self._deferred.read(stage, buffers.deferred, row["w_deferred"]),
+        )
+        return _add_weights(sums, direction, kinds, dweights)
+
+    def keep(self, row: Row, buffers: Buffers, made: Made) -> Buffers:
+        """Sends what the tick made, and writes it and what arrived into the buffers."""
+        columns, R = (
+            self._pipeline.table.columns,
+            self._pipeline.table.schedule.num_ranks,
+        )
+        ways = {
+            "right": [(r, r + 1) for r in range(R - 1)],
+            "left": [(r + 1, r) for r in range(R - 1)],
+        }
+
+        def arrivals(buffer, value, letter, local):
+            """Writes what comes from both sides, and what stays on this rank."""
+            for way, pairs in ways.items():
+                if (columns[f"{letter}_{way}"] >= 0).any():
+                    arrived = jax.lax.ppermute(value, AXIS, pairs)
+                    buffer = _write(buffer, arrived, row[f"{letter}_{way}"])
+            if (columns[local] >= 0).any():
+                buffer = _write(buffer, value, row[local])
+            return buffer
+
+        def shelf(buffers, values, slot):
+            return [_write(b, v, slot) for b, v in zip(buffers, values, strict=True)]
+
+        return Buffers(
+            arrivals(buffers.activations, made.activation, "a", "f_local"),
+            arrivals(buffers.gradients, made.gradient, "g", "b_local"),
+            shelf(buffers.stash, made.stash, row["f_stash"]),
+            shelf(buffers.deferred, made.deferred, row["b_deferred"]),
+        )
+
+
+def _pick(layers: Layers, kinds: Kinds) -> list[Tree]:
+    """The layers of a stage in the order in which they are applied."""
+    following = {kind: iter(of_kind) for kind, of_kind in layers.items()}
+    return [next(following[kind]) for kind in kinds]
+
+
+def _add_weights(sums: Sums, direction: int, kinds: Kinds, dweights: Tree) -> Sums:
+    totals = {kind: list(layers) for kind, layers in sums.weights[direction].items()}
+    seen = dict.fromkeys(totals, 0)
+    for kind, gradient in zip(kinds, dweights, strict=True):
+        place = seen[kind]
+        totals[kind][place] = _add(totals[kind][place], gradient)
+        seen[kind] += 1
+    weights = list(sums.weights)
+    weights[direction] = totals
+    return dataclasses.replace(sums, weights=weights)
+
+
+def _add(total: Tree, more: Tree) -> Tree:
+    return jax.tree.map(lambda t, m: t + m.astype(t.dtype), total, more)
+
+
+def _add_first(total: Tree, more: Tree) -> Tree:
+    """Adds to the first rows; a stage may have fewer MoE layers than another."""
+    if more is None:
+        return total
+    return jax.tree.map(lambda t, m: t.at[: m.shape[0]].add(m), total, more)
+
+
+def _read(buffer: jax.Array, slot: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(buffer, jnp.maximum(slot, 0), keepdims=False)
+
+
+def _write(buffer: jax.Array, value: jax.Array, slot: jax.Array) -> jax.Array:
+    """Writes a slot; slot -1 is the one that nobody reads."""
+    slot = jnp.where(slot < 0, buffer.shape[0] - 1, slot)
+    return jax.lax.dynamic_update_index_in_dim(buffer, value, slot, axis=0)
+
+
+def _full(shape: tuple[int, ...], dtype: Any, fill: float) -> jax.Array:
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    return jnp.full(shape, fill if floating else 0, dtype)

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floor 4. The gradients of a step through a pipeline, per device.
+
+  masters --cast, all-to-all over pipe, all-gather--> layers of this rank's stages
+  batch --embedding, spread over the ranks--> inputs of stage 0
+  --ticks (`execute`)--> gradients of the layers, of the head, of the inputs
+  --reduce-scatter, all-to-all over pipe--> master layout
+
+Masters stay in the order of the model, split over `pipe` inside every layer; so nothing
+of the state knows the schedule. With two directions a stage is on two ranks; both get
+it from the same masters, and both gradients are added there.
+
+Legend: A accumulated parts, M microbatches of one, b sequences of a microbatch on this
+device, S positions, D width, R ranks, n layers of a kind on a rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxmoe import config as config_lib
+from jaxmoe import loss as loss_lib
+from jaxmoe import model as model_lib
+from jaxmoe import sharding
+from jaxmoe.config import Model, MoE
+from jaxmoe.layers.attention import attention_mask
+from jaxmoe.loss import LossSums
+from jaxmoe.model import STACKS, Batch
+from jaxmoe.moe.exchange import ExpertAxis
+from jaxmoe.moe.router import MoEStats
+from jaxmoe.pipeline.execute import AXIS, Layers, Pipeline, Sums, run
+from jaxmoe.pipeline.lower import TickTable
+from jaxmoe.pipeline.partition import partition
+from jaxmoe.pipeline.stage import StagePrograms
+
+EMBEDDED = ("tokens", "patches", "modality", "positions")  # what the embedding reads
+
+
+class PipelinedGradients:
+    """Gradients of one model by one table of ticks.
+
+    Args:
+      model, moe: their configurations.
+      module: the abstract M6.
+      table: the ticks.
+      axis: the devices along `expert`.
+      mesh: the mesh.
+      compute_specs, master_specs: layouts of the parameters, nested as they are.
+      num_tasks: tasks that are told apart in the losses.
+      fill: see `execute.Pipeline`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        moe: MoE,
+        *,
+        module: model_lib.M6,
+        table: TickTable,
+        axis: ExpertAxis,
+        mesh: Mesh,
+        compute_specs: Any,
+        master_specs: Any,
+        num_tasks: int,
+        fill: float = 0.0,
+    ):
+        self.model, self.moe, self.table = model, moe, table
+        self.axis, self.mesh, self.num_tasks, self.fill = axis, mesh, num_tasks, fill
+        self.compute_specs, self.master_specs = compute_specs, master_specs
+        kinds = config_lib.layer_kinds(model)
+        self.num_moe = kinds.count("moe")
+        self.partition = partition(kinds, table.schedule, shared=model.share_layers)
+        stacks = {kind: getattr(module, kind) for kind in STACKS}
+        self.graphs = {k: nnx.split(s)[0] for k, s in stacks.items() if s is not None}
+        self.ends_graph = nnx.split(model_lib.without_blocks(module))[0]
+        directions = range(table.schedule.num_directions)
+        # Per direction and kind, [R, n]: where the weights and the statistics belong.
+        self.places = [self._table(d, "place") for d in directions]
+        self.ordinals = [self._table(d, "ordinal") for d in directions]
+
+    def _table(self, direction: int, field: str) -> dict[str, np.ndarray]:
+        return {
+            kind: np.array(
+                [
+                    [getattr(layer, field) if layer else -1 for layer in row]
+                    for row in self.partition.held(direction, kind)
+                ],
+                np.int32,
+            ).reshape(self.table.schedule.num_ranks, -1)
+            for kind in self.graphs
+        }
+
+    def __call__(
+        self, params: Any, buffers: Any, batch: Batch, target_tokens: jax.Array
+    ) -> tuple[Any, LossSums, MoEStats | None]:
+        """(gradients in the master layout, losses, statistics [MoE layers, ...]).
+
+        Args:
+          params: this device's part of the masters.
+          buffers: state without gradient, whole.
+          batch: arrays [A * M, b, ...].
+          target_tokens: target tokens of the whole step.
+        """
+        params = model_lib.compute_weights(params, self.model)
+        ends = {name: part for name, part in params.items() if name not in STACKS}
+        specs = self._specs(ends)
+        ends = jax.tree.map(sharding.gather, ends, *specs)
+        weights = [self._collect(params, places) for places in self.places]
+        rows = [self._rows(buffers, places) for places in self.places]
+        M = self.table.schedule.num_microbatches
+        parts = jax.tree.map(lambda x: x.reshape(-1, M, *x.shape[1:]), batch)
+        one = partial(self._part, ends, weights, rows, target_tokens)
+
+        sums, dends = self._zeros(weights, ends), _zeros_of(ends)
+        if batch["tokens"].shape[0] == M:
+            sums, dends = one((sums, dends), jax.tree.map(lambda x: x[0], parts))
+        else:
+            (sums, dends), _ = jax.lax.scan(
+                lambda carry, part: (one(carry, part), None), (sums, dends), parts
+            )
+        dends = jax.tree.map(jnp.add, dends, sums.head)
+        scatter = partial(sharding.scatter_sum, mesh=self.mesh)
+        gradients = jax.tree.map(scatter, dends, *specs) | self._distribute(sums)
+        losses = jax.lax.psum(sums.finish, AXIS)
+        return gradients, losses, self._statistics(sums)
+
+    def _part(self, ends, weights, rows, target_tokens, carry, batch: Batch):
+        """Adds one pass of M microbatches to (sums, gradients of embeddings)."""
+        sums, dends = carry
+        step = Step(self, rows, batch, target_tokens)
+        inputs_MbSD, pull = step.embed(ends)
+        pipeline = Pipeline(
+            self.table, step.programs(weights, ends, inputs_MbSD), step.context, self.fill
+        )
+        sums, dinputs_MbSD = run(pipeline, weights, ends, inputs_MbSD, sums)
+        more = pull(dinputs_MbSD)
+        return sums, jax.tree.map(lambda t, m: t + m.astype(t.dtype), dends, more)
+
+    def _collect(self, params: Any, places: dict[str, np.ndarray]) -> Layers:
+        """The layers of this rank's stage for one direction."""
+        layers = {}
+        for kind, table in places.items():
+            gather = partial(sharding.gather_layers, places_Rn=table)
+            stack = jax.tree.map(gather, params[kind], *self._specs(params[kind], kind))
+            layers[kind] = _apart(stack, table.shape[1])
+        return layers
+
+    def _distribute(self, sums: Sums) -> dict[str, Any]:
+        """Gradients of all directions' layers, added in the master layout."""
+        found = {}
+        for kind in self.graphs:
+            specs = self._specs(None, kind)
+            total = None
+            for places, layers in zip(self.places, sums.weights, strict=True):
+                if not layers[kind]:
+                    continue
+                stack = jax.tree.map(lambda *xs: jnp.stack(xs), *layers[kind])
+                scatter = partial(
+                    sharding.scatter_sum_layers,
+                    places_Rn=places[kind],
+                    layers=self._stack_size(kind),
+                    mesh=self.mesh,
+                )
+                part = jax.tree.map(scatter, stack, *specs)
+                total = part if total is None else jax.tree.map(jnp.add, total, part)
+            found[kind] = total
+        return found
+
+    def _stack_size(self, kind: str) -> int:
+        kinds = config_lib.layer_kinds(self.model)
+        return 1 if self.model.share_layers else kinds.count(kind)
+
+    def _specs(self, tree: Any, kind: str | None = None) -> tuple[Any, Any]:
+        """Compute and master layouts of one stack, or of the parts named in `tree`."""
+        both = self.compute_specs, self.master_specs
+        if kind is not None:
+            return both[0][kind], both[1][kind]
+        compute, master = ({name: specs[name] for name in tree} for specs in both)
+        return compute, master
+
+    def _rows(self, buffers: Any, places: dict[str, np.ndarray]) -> Layers:
+        """As `_collect`, of the state without gradient, which every rank has whole."""
+        rank = jax.lax.axis_index(AXIS)
+        layers = {}
+        for kind, table in places.items():
+            mine = jnp.asarray(np.maximum(table, 0))[rank]
+            stack = jax.tree.map(lambda x, mine=mine: x[mine], buffers.get(kind, {}))
+            layers[kind] = _apart(stack, table.shape[1])
+        return layers
+
+    def _zeros(self, weights: list[Layers], ends: Any) -> Sums:
+        rows = [table["moe"].shape[1] if self.num_moe else 0 for table in self.places]
+        E = self.moe.num_experts
+        return Sums(
+            weights=_zeros_of(weights),
+            head=_zeros_of(ends),
+            stage=[MoEStats.zeros(n, E) if self.num_moe else None for n in rows],
+            finish=LossSums.zeros(self.num_tasks),
+        )
+
+    def _statistics(self, sums: Sums) -> MoEStats | None:
+        """The statistics of all MoE layers of the model, in order."""
+        if not self.num_moe:
+            return None
+        rank = jax.lax.axis_index(AXIS)
+        total = MoEStats.zeros(self.num_moe, self.moe.num_experts)
+        for ordinals, stats in zip(self.ordinals, sums.stage, strict=True):
+            table = ordinals["moe"]
+            where = jnp.asarray(np.where(table < 0, self.num_moe, table))[rank]
+            total = jax.tree.map(
+                lambda t, s, where=where: t.at[where].add(s, mode="drop"), total, stats
+            )
+        return jax.lax.psum(total, AXIS)
+
+
+class Step:
+    """The functions of one pass of microbatches: embedding, layers, head."""
+
+    def __init__(
+        self,
+        static: PipelinedGradients,
+        rows: list[Layers],
+        batch: Batch,
+        target_tokens: jax.Array,
+    ):
+        self.static, self.rows, self.batch = static, rows, batch
+        self.target_tokens = target_tokens
+        M, b, S = batch["tokens"].shape
+        shape = static.mesh.shape
+        devices = shape["data"] * shape["expert"]
+        # Of the whole step: every accumulated part has as many.
+        self.sequences = batch["whole"].shape[0] * 0 if "whole" in batch else 0
+        del M, b, S, devices
+
+    def embed(self, ends: Any):
+        """(inputs of stage 0 [M, b, S, D], what takes their gradient back to `ends`)."""
