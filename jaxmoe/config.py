@@ -181,6 +181,21 @@ class MoE:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """How microbatches pass the stages, where `Mesh.pipe` is more than 1."""
+
+    schedule: Literal["gpipe", "1f1b", "zb_h1", "dualpipe", "dualpipev"] = option(
+        "dualpipe", "order of forwards and backwards; `jaxmoe schedule` draws it"
+    )
+    microbatches: int | Auto = option(
+        "auto",
+        "parts of the batch that are in the pipeline at once, per accumulated part;"
+        " 'auto': two per rank",
+        low=1,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """The optimizer and its schedule."""
 
@@ -264,7 +279,7 @@ class Train:
     steps: int = option(1500, "optimizer updates in all", low=0)
     seed: int = option(0, "seed of the initial weights", low=0)
     accumulation: int = option(
-        1, "microbatches whose gradients are summed before one update", low=1
+        1, "parts of a batch, one after another, that make one update", low=1
     )
     log_every: int = option(10, "steps between logged metrics", low=1)
     eval_every: int = option(0, "steps between evaluations; 0: only at the end", low=0)
@@ -275,7 +290,7 @@ class Train:
     )
 
 
-SECTIONS = (Mesh, Model, MoE, Optimizer, Data, Checkpoint, Train)
+SECTIONS = (Mesh, Model, MoE, Pipeline, Optimizer, Data, Checkpoint, Train)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -285,10 +300,24 @@ class Config:
     mesh: Mesh = Mesh()
     model: Model = Model()
     moe: MoE = MoE()
+    pipeline: Pipeline = Pipeline()
     optimizer: Optimizer = Optimizer()
     data: Data = Data()
     checkpoint: Checkpoint = Checkpoint()
     train: Train = Train()
+
+
+def pipeline_microbatches(pipeline: Pipeline, ranks: int) -> int:
+    """Microbatches of one pass over so many ranks, 'auto' resolved; 1 without any."""
+    if ranks == 1:
+        return 1
+    return 2 * ranks if pipeline.microbatches == "auto" else pipeline.microbatches
+
+
+def microbatches(config: Config, ranks: int) -> int:
+    """Microbatches of a whole step, over all accumulated parts."""
+    parts = config.train.accumulation
+    return parts * pipeline_microbatches(config.pipeline, ranks)
 
 
 def expert_width(model: Model, moe: MoE) -> int:

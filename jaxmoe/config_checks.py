@@ -18,8 +18,11 @@ from jaxmoe.config import (
     MoE,
     group_tokens,
     layer_kinds,
+    microbatches,
+    pipeline_microbatches,
 )
 from jaxmoe.config_base import check_multiple, mistake, near
+from jaxmoe.pipeline.schedule import check_numbers
 
 
 def check(config: Config) -> None:
@@ -53,12 +56,8 @@ def check_mesh(config: Config, data: int, expert: int, pipe: int) -> None:
       ConfigError: naming both the field and the mesh axis, with sizes that work.
     """
     model, moe, batch = config.model, config.moe, config.data.batch_size
-    if pipe != 1:
-        raise mistake(
-            f"Mesh.pipe={pipe} cannot split Model.num_layers={model.num_layers} layers",
-            "this version has no pipeline, so every device holds all layers",
-            "Set Mesh.pipe=1",
-        )
+    if pipe > 1:
+        _check_pipeline(config, pipe)
     routed = "moe" in layer_kinds(model)
     if routed:
         step, low = _experts_step(moe)
@@ -73,8 +72,11 @@ def check_mesh(config: Config, data: int, expert: int, pipe: int) -> None:
             )
     size = group_tokens(model, moe) if routed else 1
     rows_per_group = size // math.gcd(size, model.sequence_length)
-    parts, shards = config.train.accumulation, data * expert
+    parts, shards = microbatches(config, pipe), data * expert
     mesh = f"(Mesh.data={data} x Mesh.expert={expert})"
+    cut = f"Train.accumulation={config.train.accumulation}"
+    if pipe > 1:
+        cut += f" / {parts // config.train.accumulation} microbatches of the pipeline"
     if batch % (parts * shards):
         rows = batch // parts
         fits = [n for n in base.all_divisors(rows) if rows // n % rows_per_group == 0]
@@ -82,8 +84,8 @@ def check_mesh(config: Config, data: int, expert: int, pipe: int) -> None:
             f", or Mesh.data x Mesh.expert = {base.choice(base.closest(fits, shards))}"
         )
         raise mistake(
-            f"Data.batch_size={batch} / Train.accumulation={parts} sequences cannot be"
-            f" split over {mesh} devices",
+            f"Data.batch_size={batch} / {cut} sequences cannot be split over {mesh}"
+            " devices",
             f"the batch must be a multiple of {parts} x {shards} = {parts * shards}",
             f"Set Data.batch_size={near(batch, parts * shards * rows_per_group)}"
             + (other if fits else ""),
@@ -93,11 +95,29 @@ def check_mesh(config: Config, data: int, expert: int, pipe: int) -> None:
         sizes = [model.sequence_length * n for n in base.all_divisors(rows)]
         raise mistake(
             f"MoE.group_tokens={size} does not divide the tokens of a device, which are"
-            f" {rows * model.sequence_length} = Data.batch_size={batch} /"
-            f" Train.accumulation={parts} / {mesh} sequences of"
+            f" {rows * model.sequence_length} = Data.batch_size={batch} / {cut} /"
+            f" {mesh} sequences of"
             f" Model.sequence_length={model.sequence_length}",
             "a routing group lies inside one microbatch of one device",
             f"Set MoE.group_tokens={base.choice(base.closest(sizes, size))}, or 'auto'",
+        )
+
+
+def _check_pipeline(config: Config, pipe: int) -> None:
+    schedule = config.pipeline.schedule
+    check_numbers(
+        schedule,
+        pipe,
+        pipeline_microbatches(config.pipeline, pipe),
+        ranks_name="Mesh.pipe",
+        microbatches_name="Pipeline.microbatches",
+    )
+    layers = config.model.num_layers
+    if layers < pipe:
+        raise mistake(
+            f"Mesh.pipe={pipe} is more than Model.num_layers={layers}",
+            "a rank of the pipeline holds at least one layer",
+            f"Set Model.num_layers={pipe} or more, or Mesh.pipe={layers} or less",
         )
 
 

@@ -39,6 +39,12 @@ class LossSums:
     tokens: jax.Array
     correct: jax.Array
 
+    @classmethod
+    def zeros(cls, num_tasks: int) -> LossSums:
+        """Of no token."""
+        nothing = jnp.zeros((num_tasks,), jnp.float32)
+        return cls(nothing, nothing, nothing)
+
 
 def loss_sums(
     logits_BSV: Float[Array, "B S V"],
@@ -84,9 +90,23 @@ def total_loss(
       routing_groups: routing groups of the whole step.
       sequences: sequences of the whole step.
     """
-    loss = jnp.sum(sums.nll) / jnp.maximum(target_tokens, 1.0)
+    loss = task_loss(sums, target_tokens)
     if stats is None:
         return loss
-    loss += moe.balance_loss * jnp.sum(stats.balance_loss) / routing_groups
+    return loss + routing_loss(
+        stats, moe, routing_groups=routing_groups, sequences=sequences
+    )
+
+
+def task_loss(sums: LossSums, target_tokens: jax.Array) -> Float[Array, ""]:
+    """This device's share of the cross-entropy."""
+    return jnp.sum(sums.nll) / jnp.maximum(target_tokens, 1.0)
+
+
+def routing_loss(
+    stats: MoEStats, moe: MoE, *, routing_groups: int, sequences: int
+) -> Float[Array, ""]:
+    """This device's share of the routers' losses, of the layers in `stats`."""
+    loss = moe.balance_loss * jnp.sum(stats.balance_loss) / routing_groups
     loss += moe.sequence_balance_loss * jnp.sum(stats.sequence_loss) / sequences
     return loss + moe.z_loss * jnp.sum(stats.z_loss) / routing_groups

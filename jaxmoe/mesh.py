@@ -10,6 +10,7 @@ The batch is split over (data, expert); expert weights over `expert`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 
@@ -91,15 +92,20 @@ def start_backend(mesh: config_lib.Mesh) -> str:
 def resolve_sizes(config: Config, num_devices: int) -> Sizes:
     """Chooses the sizes left 'auto' and checks the given ones.
 
-    'auto' for `expert` takes the largest divisor of the free devices that divides the
-    experts, at most half of them where that is possible (data 2 x expert 4 on 8);
-    `data` takes the rest.
+    'auto' for `pipe` takes 2 from 8 devices on, if the model and the batch can be cut
+    so; for `expert` the largest divisor of the free devices that divides the experts,
+    at most half of them where that is possible; `data` takes the rest: 2 x 2 x 2 on 8.
 
     Raises:
       ConfigError: naming the devices found and the sizes that would fit.
     """
     mesh = config.mesh
-    pipe = 1 if mesh.pipe == "auto" else mesh.pipe
+    if mesh.pipe == "auto":
+        with contextlib.suppress(ConfigError):
+            if num_devices >= 8:
+                return resolve_sizes(_with_pipe(config, 2), num_devices)
+        return resolve_sizes(_with_pipe(config, 1), num_devices)
+    pipe = mesh.pipe
     fixed = {"data": mesh.data, "expert": mesh.expert, "pipe": pipe}
     product = math.prod(n for n in fixed.values() if n != "auto")
     if num_devices % product or (
@@ -127,6 +133,11 @@ def resolve_sizes(config: Config, num_devices: int) -> Sizes:
     sizes = Sizes(data, expert, pipe, reason)
     config_checks.check_mesh(config, data, expert, pipe)
     return sizes
+
+
+def _with_pipe(config: Config, pipe: int) -> Config:
+    mesh = dataclasses.replace(config.mesh, pipe=pipe)
+    return dataclasses.replace(config, mesh=mesh)
 
 
 def make_mesh(sizes: Sizes) -> jax.sharding.Mesh:

@@ -10,6 +10,7 @@ Legend: B sequences, S positions, D width, V vocabulary, E experts, L MoE layers
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from functools import partial
@@ -34,6 +35,9 @@ from jaxmoe.moe.router import MoEStats, Sequences
 # Fields: see jaxmoe.data.tasks; in training also the `number` of each sequence in the
 # step, and its random `key` where something random is asked for.
 Batch = dict[str, jax.Array]
+
+STACKS = ("dense", "moe")  # names of the stacks of blocks, which are the kinds
+FLOAT32_PARAMETERS = ("router_kernel",)  # never cast to the compute type
 
 _ONE_DEVICE = ExpertAxis()
 
@@ -140,14 +144,21 @@ class M6(nnx.Module):
         x_BSD = self.embed(batch)
         layer_stats = []
         for layer, (graph, state) in enumerate(self.blocks()):
-            apply = _remat(self.model.remat, partial(_apply_block, graph, axis=axis))
-            x_BSD, stats = apply(state, x_BSD, mask, of_layer(sequences, layer))
+            apply = block_function(self.model, graph, axis)
+            x_BSD, stats = apply((state,), x_BSD, mask, of_layer(sequences, layer))
             if stats is not None:
                 layer_stats.append(stats)
         stacked = None
         if layer_stats:
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layer_stats)
         return self.logits(x_BSD), stacked
+
+
+def without_blocks(module: M6) -> M6:
+    """A copy that can only embed and give logits."""
+    rest = copy.copy(module)
+    rest.dense, rest.moe = None, None
+    return rest
 
 
 def sequences_of(batch: Batch) -> Sequences:
@@ -165,16 +176,19 @@ def of_layer(sequences: Sequences, layer: int | jax.Array) -> Sequences:
     return dataclasses.replace(sequences, key_B=fold(sequences.key_B, layer))
 
 
-def _apply_block(graph, state, x_BSD, mask, sequences, *, axis: ExpertAxis):
-    return nnx.merge(graph, state)(x_BSD, mask, sequences, axis)
+def block_function(model: Model, graph: nnx.GraphDef, axis: ExpertAxis) -> Callable:
+    """The function (states, x_BSD, mask, sequences) of a block -> (x_BSD, MoEStats).
 
+    Its backward recomputes what `model.remat` says, never the expert exchange.
+    """
 
-def _remat(policy: str, apply: Callable) -> Callable:
-    """Recomputes in the backward pass as `policy` says, never the expert exchange."""
-    if policy == "none":
+    def apply(states, x_BSD, mask, sequences):
+        return nnx.merge(graph, *states)(x_BSD, mask, sequences, axis)
+
+    if model.remat == "none":
         return apply
     saved = jax.checkpoint_policies.save_only_these_names(EXCHANGE)
-    if policy == "dots":
+    if model.remat == "dots":
         saved = jax.checkpoint_policies.save_from_both_policies(
             saved, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         )
@@ -194,6 +208,17 @@ def _unstack(stack: Block) -> list[tuple[nnx.GraphDef, Any]]:
         (graph, jax.tree.unflatten(tree, [part[0] for part in parts]))
         for parts in zip(*apart, strict=True)
     ]
+
+
+def compute_weights(params: Any, model: Model) -> Any:
+    """Parameters in the type in which the model computes."""
+
+    def cast(path, leaf):
+        if path[-1].key in FLOAT32_PARAMETERS:
+            return leaf
+        return leaf.astype(model.compute_dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, params)
 
 
 def create(

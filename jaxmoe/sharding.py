@@ -17,6 +17,8 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmoe.mesh import AXES
@@ -40,19 +42,22 @@ def compute_spec(logical_axes: tuple[str | None, ...]) -> PartitionSpec:
 
 
 def master_spec(
-    shape: tuple[int, ...], compute: PartitionSpec, mesh: Mesh
+    shape: tuple[int, ...], compute: PartitionSpec, mesh: Mesh, *, keep: int = 0
 ) -> PartitionSpec:
     """The compute layout, further split over all mesh axes that it leaves free.
 
-    Takes the largest dimension that the free axes' product divides. An array none of
-    whose dimensions can be divided stays as it is; such arrays are small.
+    Takes the largest dimension that the free axes' product divides, but for the first
+    `keep`. An array none of whose dimensions can be divided stays as it is; such arrays
+    are small.
     """
     used = set(compute)
     free = tuple(a for a in AXES if a not in used and mesh.shape[a] > 1)
     entries = list(compute) + [None] * (len(shape) - len(compute))
     ways = math.prod(mesh.shape[axis] for axis in free)
     fitting = [
-        i for i, n in enumerate(shape) if entries[i] is None and n % ways == 0 and n
+        i
+        for i, n in enumerate(shape)
+        if entries[i] is None and n % ways == 0 and n and i >= keep
     ]
     if free and fitting:
         entries[max(fitting, key=lambda i: shape[i])] = free
@@ -67,9 +72,16 @@ def gather(shard: jax.Array, compute: PartitionSpec, master: PartitionSpec):
 
 
 def scatter_sum(
-    gradient: jax.Array, compute: PartitionSpec, master: PartitionSpec, mesh: Mesh
+    gradient: jax.Array,
+    compute: PartitionSpec,
+    master: PartitionSpec,
+    mesh: Mesh,
+    *,
+    without: str = "",
 ):
     """Sums gradients over the devices that hold copies, each keeping its master part.
+
+    Over every axis that does not split the compute layout, but for `without`.
 
     A reduce-scatter, written out: a psum whose result is then constrained to the
     master layout compiles to an all-reduce of the whole gradient.
@@ -80,8 +92,66 @@ def scatter_sum(
             gradient, axes, scatter_dimension=dim, tiled=True
         )
     split = {axis for entry in master if entry for axis in _names(entry)}
+    split.add(without)
     rest = tuple(axis for axis in AXES if axis not in split and mesh.shape[axis] > 1)
     return jax.lax.psum(gradient, rest) if rest else gradient
+
+
+def gather_layers(
+    shard: jax.Array,
+    compute: PartitionSpec,
+    master: PartitionSpec,
+    places_Rn: np.ndarray,
+) -> jax.Array:
+    """The layers of this rank's stage, out of a stack in the master layout.
+
+    Args:
+      shard: this device's part, [layers, ...].
+      compute, master: layouts of the stack; its dimension 0 is split in neither.
+      places_Rn: per rank of `pipe` the layers it gets; -1 gives any.
+
+    Returns:
+      [n, ...] in the compute layout.
+    """
+    places_Rn = np.maximum(places_Rn, 0)
+    dim, rest = _pipe_dim(compute, master)
+    if dim is None:
+        rank = jax.lax.axis_index("pipe")
+        shard = shard[jnp.asarray(places_Rn)[rank]]
+    else:  # (R*n, .. / R) -> (n, ..): to every rank its layers, from every rank a part
+        shard = jax.lax.all_to_all(
+            shard[places_Rn.reshape(-1)], "pipe", 0, dim, tiled=True
+        )
+    return gather(shard, compute, rest)
+
+
+def scatter_sum_layers(
+    gradient: jax.Array,
+    compute: PartitionSpec,
+    master: PartitionSpec,
+    places_Rn: np.ndarray,
+    *,
+    layers: int,
+    mesh: Mesh,
+) -> jax.Array:
+    """The reverse of `gather_layers`: sums over all devices that used a layer.
+
+    Args:
+      gradient: [n, ...], of the layers of this rank's stage; where its place is -1 it
+        is left out.
+      layers: of the stack.
+    """
+    dim, rest = _pipe_dim(compute, master)
+    gradient = scatter_sum(gradient, compute, rest, mesh, without="pipe")
+    places_Rn = np.where(places_Rn < 0, layers, places_Rn)  # past the end: dropped
+    if dim is None:
+        places = jnp.asarray(places_Rn)[jax.lax.axis_index("pipe")]
+    else:
+        gradient = jax.lax.all_to_all(gradient, "pipe", dim, 0, tiled=True)
+        places = places_Rn.reshape(-1)
+    total = jnp.zeros((layers, *gradient.shape[1:]), gradient.dtype)
+    total = total.at[places].add(gradient, mode="drop")
+    return jax.lax.psum(total, "pipe") if dim is None else total
 
 
 def named(mesh: Mesh, specs: Any) -> Any:
@@ -97,6 +167,22 @@ def copies(spec: PartitionSpec, mesh: Mesh) -> int:
     """On how many devices each element of an array with this layout lives."""
     ways = [mesh.shape[a] for entry in spec if entry for a in _names(entry)]
     return mesh.size // math.prod(ways)
+
+
+def _pipe_dim(compute: PartitionSpec, master: PartitionSpec):
+    """The dimension that the master layout splits over `pipe`, and the layout without.
+
+    `pipe` is the last axis of AXES, so the parts of one group of ranks follow each
+    other, and can be put together before the others are.
+    """
+    for dim, axes in _added(compute, master):
+        if "pipe" in _names(axes):
+            assert _names(axes)[-1] == "pipe", master
+            others = _names(axes)[:-1]
+            entries = [*master]
+            entries[dim] = others or None
+            return dim, PartitionSpec(*entries)
+    return None, master
 
 
 def _names(entry: str | tuple[str, ...]) -> tuple[str, ...]:

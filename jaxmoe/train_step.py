@@ -38,9 +38,12 @@ from jaxmoe.model import Batch
 from jaxmoe.moe import balance
 from jaxmoe.moe.exchange import expert_axis
 from jaxmoe.moe.router import MoEStats
+from jaxmoe.pipeline.gradients import PipelinedGradients
+from jaxmoe.pipeline.lower import lower
+from jaxmoe.pipeline.schedule import build
+from jaxmoe.pipeline.simulate import Costs
 from jaxmoe.xla_options import compiler_options
 
-FLOAT32_PARAMETERS = ("router_kernel",)  # never cast to the compute type
 INT_FIELDS = ("tokens", "modality", "sequence", "positions", "targets", "task")
 BATCH_SPEC = P(None, BATCH_AXES)  # dimension 1 of [M, B / M, ...]
 
@@ -102,11 +105,16 @@ class Setup:
         self.abstract_params = nnx.to_pure_dict(params)
         self.compute_specs = nnx.to_pure_dict(_compute_specs(params))
         self.buffer_specs = nnx.to_pure_dict(_compute_specs(buffers))
-        self.master_specs = jax.tree.map(
-            lambda leaf, spec: sharding.master_spec(leaf.shape, spec, mesh),
-            self.abstract_params,
-            self.compute_specs,
-        )
+        self.master_specs = {
+            name: jax.tree.map(
+                partial(self._master_spec, keep=int(name in model_lib.STACKS)),
+                part,
+                self.compute_specs[name],
+            )
+            for name, part in self.abstract_params.items()
+        }
+        self.microbatches = config_lib.microbatches(config, mesh.shape["pipe"])
+        self.pipelined = self._pipelined(module) if mesh.shape["pipe"] > 1 else None
         shapes = jax.eval_shape(self._initial_state)
         self.state_sharding = sharding.named(mesh, self._state_specs(shapes.optimizer))
         self.abstract_state = jax.tree.map(
@@ -117,6 +125,28 @@ class Setup:
             self.state_sharding,
         )
         self.batch_sharding = jax.sharding.NamedSharding(mesh, BATCH_SPEC)
+
+    def _master_spec(self, leaf: Any, spec: P, *, keep: int) -> P:
+        # Layers of a stack go to different ranks of `pipe`: each is split by itself.
+        keep = keep if self.mesh.shape["pipe"] > 1 else 0
+        return sharding.master_spec(leaf.shape, spec, self.mesh, keep=keep)
+
+    def _pipelined(self, module: model_lib.M6) -> PipelinedGradients:
+        config, ranks = self.config, self.mesh.shape["pipe"]
+        count = config_lib.pipeline_microbatches(config.pipeline, ranks)
+        schedule = build(config.pipeline.schedule, ranks, count)
+        return PipelinedGradients(
+            config.model,
+            config.moe,
+            module=module,
+            table=lower(schedule, Costs()),
+            axis=self.axis,
+            mesh=self.mesh,
+            compute_specs=self.compute_specs,
+            master_specs=self.master_specs,
+            num_sequences=config.data.batch_size,
+            num_tasks=len(TASKS),
+        )
 
     def for_inference(self) -> Setup:
         """The same model and layouts, with experts that drop no token."""
@@ -129,7 +159,7 @@ class Setup:
     def local_rows(self) -> list[int]:
         """The rows of every microbatch whose devices belong to this process."""
         config = self.config
-        rows = config.data.batch_size // config.train.accumulation
+        rows = config.data.batch_size // self.microbatches
         parts = self.batch_sharding.addressable_devices_indices_map((1, rows))
         return sorted(
             {row for part in parts.values() if part for row in range(rows)[part[1]]}
@@ -138,7 +168,7 @@ class Setup:
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes, types and shardings of a global batch, as `data.loader` makes it."""
         config, model = self.config, self.config.model
-        M = config.train.accumulation
+        M = self.microbatches
         rows = (M, config.data.batch_size // M)
         dims: dict[str, tuple[int, ...]] = {
             name: (model.sequence_length,) for name in (*INT_FIELDS, "decoder")
@@ -232,13 +262,9 @@ class Setup:
     def weights(self, params: Any) -> Any:
         """Master parts of this device -> weights in the compute layout and type."""
 
-        def gather(path, shard, compute, master):
-            if path[-1].key not in FLOAT32_PARAMETERS:
-                shard = shard.astype(self.config.model.compute_dtype)
-            return sharding.gather(shard, compute, master)
-
-        return jax.tree_util.tree_map_with_path(
-            gather, params, self.compute_specs, self.master_specs
+        params = model_lib.compute_weights(params, self.config.model)
+        return jax.tree.map(
+            sharding.gather, params, self.compute_specs, self.master_specs
         )
 
     def forward(
@@ -252,34 +278,9 @@ class Setup:
 
     def _device_gradients(self, params: Any, buffers: Any, batch: Batch):
         """Runs per device: batch arrays are [M, b, ...]."""
-        weights = self.weights(params)
         target_tokens = jax.lax.psum(count_targets(batch["task"]), BATCH_AXES)
-        M, b, S = batch["tokens"].shape
-        devices = self.mesh.shape["data"] * self.mesh.shape["expert"]
-        group = config_lib.group_tokens(self.config.model, self.config.moe)
-
-        def loss(weights, microbatch):
-            sums, stats = self.forward(weights, buffers, microbatch)
-            share = total_loss(
-                sums,
-                stats,
-                self.config.moe,
-                target_tokens=target_tokens,
-                routing_groups=M * b * S * devices // group,
-                sequences=M * b * devices,
-            )
-            return share, (sums, stats)
-
-        def microbatch_gradients(microbatch):
-            return jax.grad(loss, has_aux=True)(weights, microbatch)
-
-        gradients, (sums, stats) = _sum_over_microbatches(microbatch_gradients, batch)
-        gradients = jax.tree.map(
-            lambda g, c, m: sharding.scatter_sum(g, c, m, self.mesh),
-            gradients,
-            self.compute_specs,
-            self.master_specs,
-        )
+        gradients_of = self.pipelined or self._plain_gradients
+        gradients, sums, stats = gradients_of(params, buffers, batch, target_tokens)
         square = sum(
             jnp.sum(jnp.square(g)) / sharding.copies(spec, self.mesh)
             for g, spec in zip(
@@ -291,6 +292,37 @@ class Setup:
         square = jax.lax.psum(square, self.mesh.axis_names)
         sums, stats = jax.lax.psum((sums, stats), BATCH_AXES)
         return gradients, StepMetrics(sums, stats, jnp.sqrt(square))
+
+    def _plain_gradients(
+        self, params: Any, buffers: Any, batch: Batch, target_tokens: jax.Array
+    ) -> tuple[Any, LossSums, MoEStats | None]:
+        """(gradients in the master layout, losses, statistics) without a pipeline."""
+        weights, config = self.weights(params), self.config
+        sequences = config.data.batch_size
+        tokens = sequences * config.model.sequence_length
+        groups = tokens // config_lib.group_tokens(config.model, config.moe)
+
+        def loss(weights, microbatch):
+            sums, stats = self.forward(weights, buffers, microbatch)
+            share = total_loss(
+                sums,
+                stats,
+                config.moe,
+                target_tokens=target_tokens,
+                routing_groups=groups,
+                sequences=sequences,
+            )
+            return share, (sums, stats)
+
+        def microbatch_gradients(microbatch):
+            return jax.grad(loss, has_aux=True)(weights, microbatch)
+
+        gradients, (sums, stats) = _sum_over_microbatches(microbatch_gradients, batch)
+        scatter = partial(sharding.scatter_sum, mesh=self.mesh)
+        gradients = jax.tree.map(
+            scatter, gradients, self.compute_specs, self.master_specs
+        )
+        return gradients, sums, stats
 
     def _initial_state(self) -> TrainState:
         _, params, buffers = self.init_params()

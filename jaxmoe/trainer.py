@@ -88,7 +88,7 @@ class Trainer:
         self.loader = Loader(
             config.data,
             model=config.model,
-            microbatches=config.train.accumulation,
+            microbatches=self.setup.microbatches,
             rows=self.setup.local_rows(),
         )
         self.evaluator = Evaluator(self.setup)

@@ -64,6 +64,14 @@ class MoEStats:
     z_loss: jax.Array
     entropy: jax.Array
 
+    @classmethod
+    def zeros(cls, layers: int, num_experts: int) -> MoEStats:
+        """Of so many layers, stacked, that saw no token."""
+        load = jnp.zeros((layers, num_experts), jnp.int32)
+        nothing = jnp.zeros((layers,), jnp.float32)
+        dropped = nothing.astype(jnp.int32)
+        return cls(load, dropped, nothing, nothing, nothing, nothing)
+
 
 @flax.struct.dataclass
 class Routing:

@@ -144,11 +144,13 @@ def _list_works(pipeline: Pipeline) -> tuple[list[Work], np.ndarray]:
     found: dict[Work, int] = {}
     work_of = np.zeros_like(columns["branch"])
     for place in np.ndindex(work_of.shape):
+        f, b, w = (int(columns[f"{letter}_direction"][place]) for letter in "fbw")
         stages = [int(columns[f"{letter}_stage"][place]) for letter in "fbw"]
+        f_stage, b_stage, w_stage = (first[s] if s >= 0 else -1 for s in stages)
         work = Work(
             table.branches[columns["branch"][place]],
-            tuple(int(columns[f"{letter}_direction"][place]) for letter in "fbw"),
-            tuple(first[stage] if stage >= 0 else -1 for stage in stages),
+            (f, b, w),
+            (f_stage, b_stage, w_stage),
         )
         work_of[place] = found.setdefault(work, len(found))
     return list(found), work_of

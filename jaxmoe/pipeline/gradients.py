@@ -16,7 +16,6 @@ device, S positions, D width, R ranks, n layers of a kind on a rank.
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from typing import Any
 
@@ -54,6 +53,7 @@ class PipelinedGradients:
       axis: the devices along `expert`.
       mesh: the mesh.
       compute_specs, master_specs: layouts of the parameters, nested as they are.
+      num_sequences: sequences of a whole step.
       num_tasks: tasks that are told apart in the losses.
       fill: see `execute.Pipeline`.
     """
@@ -69,6 +69,7 @@ class PipelinedGradients:
         mesh: Mesh,
         compute_specs: Any,
         master_specs: Any,
+        num_sequences: int,
         num_tasks: int,
         fill: float = 0.0,
     ):
@@ -76,7 +77,9 @@ class PipelinedGradients:
         self.axis, self.mesh, self.num_tasks, self.fill = axis, mesh, num_tasks, fill
         self.compute_specs, self.master_specs = compute_specs, master_specs
         kinds = config_lib.layer_kinds(model)
-        self.num_moe = kinds.count("moe")
+        self.num_moe, self.num_sequences = kinds.count("moe"), num_sequences
+        tokens = num_sequences * model.sequence_length
+        self.routing_groups = tokens // config_lib.group_tokens(model, moe)
         self.partition = partition(kinds, table.schedule, shared=model.share_layers)
         stacks = {kind: getattr(module, kind) for kind in STACKS}
         self.graphs = {k: nnx.split(s)[0] for k, s in stacks.items() if s is not None}
@@ -85,6 +88,11 @@ class PipelinedGradients:
         # Per direction and kind, [R, n]: where the weights and the statistics belong.
         self.places = [self._table(d, "place") for d in directions]
         self.ordinals = [self._table(d, "ordinal") for d in directions]
+
+    def places_of_stages(self) -> list[tuple[int, int]]:
+        """(stage, a direction in which it is passed) of every stage."""
+        schedule = self.table.schedule
+        return [(s, schedule.direction_of(s, 0)) for s in range(schedule.num_stages)]
 
     def _table(self, direction: int, field: str) -> dict[str, np.ndarray]:
         return {
@@ -135,10 +143,13 @@ class PipelinedGradients:
     def _part(self, ends, weights, rows, target_tokens, carry, batch: Batch):
         """Adds one pass of M microbatches to (sums, gradients of embeddings)."""
         sums, dends = carry
-        step = Step(self, rows, batch, target_tokens)
+        step = _Pass(self, rows, batch, target_tokens)
         inputs_MbSD, pull = step.embed(ends)
         pipeline = Pipeline(
-            self.table, step.programs(weights, ends, inputs_MbSD), step.context, self.fill
+            self.table,
+            step.programs(weights, ends, inputs_MbSD),
+            step.context,
+            self.fill,
         )
         sums, dinputs_MbSD = run(pipeline, weights, ends, inputs_MbSD, sums)
         more = pull(dinputs_MbSD)
@@ -221,8 +232,15 @@ class PipelinedGradients:
         return jax.lax.psum(total, AXIS)
 
 
-class Step:
-    """The functions of one pass of microbatches: embedding, layers, head."""
+class _Pass:
+    """The functions of one pass of microbatches: embedding, layers, head.
+
+    Args:
+      static: what does not change from step to step.
+      rows: per direction, this rank's layers of the state without gradient.
+      batch: arrays [M, b, ...].
+      target_tokens: target tokens of the whole step.
+    """
 
     def __init__(
         self,
@@ -231,14 +249,133 @@ class Step:
         batch: Batch,
         target_tokens: jax.Array,
     ):
-        self.static, self.rows, self.batch = static, rows, batch
-        self.target_tokens = target_tokens
-        M, b, S = batch["tokens"].shape
-        shape = static.mesh.shape
-        devices = shape["data"] * shape["expert"]
-        # Of the whole step: every accumulated part has as many.
-        self.sequences = batch["whole"].shape[0] * 0 if "whole" in batch else 0
-        del M, b, S, devices
+        self._static, self._rows, self._batch = static, rows, batch
+        self._target_tokens = target_tokens
+        self._first_layers = jnp.asarray(static.partition.first_layers())
 
     def embed(self, ends: Any):
-        """(inputs of stage 0 [M, b, S, D], what takes their gradient back to `ends`)."""
+        """(inputs of stage 0 [M, b, S, D], what takes their gradient back to `ends`).
+
+        Every rank embeds its part of the microbatches.
+        """
+        M, b, S = self._batch["tokens"].shape
+        R = self._static.table.schedule.num_ranks
+        each = -(-M // R)
+        mine = jax.lax.axis_index(AXIS) * each + jnp.arange(each)
+        rows = {n: self._batch[n][jnp.minimum(mine, M - 1)] for n in EMBEDDED}
+        rows = jax.tree.map(lambda x: x.reshape(each * b, *x.shape[2:]), rows)
+
+        def part(ends):
+            return nnx.merge(self._static.ends_graph, ends).embed(rows)
+
+        x_BSD, pull = jax.vjp(part, ends)
+        x_mbSD = x_BSD.reshape(each, b, S, -1)
+        inputs = jax.lax.all_gather(x_mbSD, AXIS, axis=0, tiled=True)[:M]
+
+        def back(gradient_MbSD: jax.Array) -> Any:
+            more = jnp.zeros((R * each - M, *gradient_MbSD.shape[1:]), x_BSD.dtype)
+            whole = jnp.concatenate([gradient_MbSD, more])
+            # Zeros but on the rank where a microbatch entered.
+            part = jax.lax.psum_scatter(whole, AXIS, scatter_dimension=0, tiled=True)
+            return pull(part.reshape(x_BSD.shape))[0]
+
+        return inputs, back
+
+    def context(self, microbatch: jax.Array, stage: jax.Array, direction: int) -> Any:
+        """What a stage needs of a microbatch, by its number; nothing of it is sent."""
+        batch = {
+            name: jax.lax.dynamic_index_in_dim(x, microbatch, keepdims=False)
+            for name, x in self._batch.items()
+            if name != "patches"
+        }
+        return {
+            "mask": attention_mask(batch["sequence"], batch["decoder"]),
+            "sequences": model_lib.sequences_of(batch),
+            "first_layer": self._first_layers[stage],
+            "buffers": self._rows[direction],
+            "targets": batch["targets"],
+            "task": batch["task"],
+            "target_tokens": self._target_tokens,
+        }
+
+    def programs(self, weights: list[Layers], ends: Any, inputs_MbSD: jax.Array):
+        """Per stage, the kinds of its layers and its programs."""
+        static = self._static
+        abstract = partial(
+            jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        )
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        one_layer = {k: v[0] for w in weights for k, v in w.items() if v}
+        made: dict[tuple, StagePrograms] = {}
+        stages = []
+        for stage, direction in static.places_of_stages():
+            kinds = static.partition.kinds(stage)
+            last = stage == len(static.partition.stages) - 1
+            context = jax.eval_shape(
+                lambda m, s, d=direction: self.context(m, s, d), number, number
+            )
+            layout = jax.tree.structure(context), direction
+            key = (kinds, last, layout)
+            if key not in made:
+                made[key] = StagePrograms(
+                    partial(self._layers, kinds),
+                    self._finish if last else None,
+                    weights=abstract([one_layer[kind] for kind in kinds]),
+                    head=abstract(ends),
+                    x=jax.ShapeDtypeStruct(inputs_MbSD.shape[1:], inputs_MbSD.dtype),
+                    context=context,
+                )
+            stages.append((kinds, made[key]))
+        return stages
+
+    def _layers(self, kinds: tuple[str, ...], layers: list[Any], x_BSD, context):
+        """((output, share of the routers' losses), statistics or None)."""
+        static = self._static
+        following = {kind: iter(rows) for kind, rows in context["buffers"].items()}
+        found = []
+        for i, (kind, params) in enumerate(zip(kinds, layers, strict=True)):
+            apply = model_lib.block_function(
+                static.model, static.graphs[kind], static.axis
+            )
+            number = context["first_layer"] + i
+            sequences = model_lib.of_layer(context["sequences"], number)
+            states = (params, next(following[kind]))
+            x_BSD, stats = apply(states, x_BSD, context["mask"], sequences)
+            if stats is not None:
+                found.append(stats)
+        share = jnp.zeros((), jnp.float32)
+        if not found:
+            return (x_BSD, share), None
+        stats = jax.tree.map(lambda *rows: jnp.stack(rows), *found)
+        share += loss_lib.routing_loss(
+            stats,
+            static.moe,
+            routing_groups=static.routing_groups,
+            sequences=static.num_sequences,
+        )
+        return (x_BSD, share), stats
+
+    def _finish(self, ends: Any, y_BSD: jax.Array, context: Any):
+        """(share of the cross-entropy, losses) of one microbatch."""
+        logits_BSV = nnx.merge(self._static.ends_graph, ends).logits(y_BSD)
+        sums = loss_lib.loss_sums(
+            logits_BSV, context["targets"], context["task"], self._static.num_tasks
+        )
+        return loss_lib.task_loss(sums, context["target_tokens"]), sums
+
+
+def _zeros_of(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
+
+
+def _apart(stack: Any, count: int) -> list[Any]:
+    """The layers of a stack as trees of their own.
+
+    Before the ticks, so that a layer's weights are arrays by themselves: of a slice of
+    a stack nothing could tell that it need not be stashed.
+    """
+    leaves, tree = jax.tree.flatten(stack)
+    parts = [jax.lax.split(leaf, [1] * count, axis=0) for leaf in leaves]
+    return [
+        jax.tree.unflatten(tree, [part[i][0] for part in parts]) for i in range(count)
+    ]

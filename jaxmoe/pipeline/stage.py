@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Literal
 
 Tree = Any
 # (weights, x, context) -> ((y, share of the loss), statistics)
@@ -237,16 +238,19 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> 
         return v.val if isinstance(v, Literal) else values[v]
 
     for equation in jaxpr.eqns:
-        inputs = [read(v) for v in equation.invars]
         inner = _called(equation)
         if inner is not None:
+            inputs = [read(v) for v in equation.invars]
             outputs = _evaluate(inner.jaxpr, inner.consts, inputs)
-        else:
-            functions, params = equation.primitive.get_bind_params(equation.params)
-            outputs = equation.primitive.bind(*functions, *inputs, **params)
-            if not equation.primitive.multiple_results:
-                outputs = [outputs]
-        values.update(zip(equation.outvars, outputs, strict=True))
+            values.update(zip(equation.outvars, outputs, strict=True))
+            continue
+        read_here = [v for v in equation.invars if not isinstance(v, Literal)]
+        made_here = [v for v in equation.outvars if not isinstance(v, DropVar)]
+        alone = jaxpr.replace(
+            constvars=[], invars=read_here, outvars=made_here, eqns=[equation]
+        )
+        outputs = jax.core.eval_jaxpr(alone, (), *map(read, read_here))
+        values.update(zip(made_here, outputs, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
 
