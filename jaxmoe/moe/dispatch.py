@@ -81,7 +81,7 @@ def take_rows(
       index: the row to take; M takes none.
       inverse: the up to K places to which each row goes; R where none.
     """
-    return jnp.take(source, index, axis=0, mode="fill", fill_value=0)
+    return _take(source, index)
 
 
 def _take_rows_forward(source, index, inverse):
@@ -89,11 +89,67 @@ def _take_rows_forward(source, index, inverse):
 
 
 def _take_rows_backward(inverse, cotangent):
-    back = jnp.take(cotangent, inverse, axis=0, mode="fill", fill_value=0)
-    return jnp.sum(back, axis=1), None, None  # (M, K, D) -> (M, D)
+    return _sum_of_rows(cotangent, inverse), None, None
 
 
 take_rows.defvjp(_take_rows_forward, _take_rows_backward)
+
+
+@jax.custom_vjp
+def weigh_rows(
+    rows: Float[Array, "R D"],
+    weights: Float[Array, "M K"],
+    index: Int[Array, "M K"],
+    inverse: Int[Array, " R"],
+) -> Float[Array, "M D"]:
+    """The sum over K of weights * rows[index], in float32; index R takes none.
+
+    Args:
+      rows: R rows.
+      weights: their factors.
+      index: K rows for each result.
+      inverse: the place in `index`, flat, that takes each row; M * K where none.
+    """
+    return _sum_of_rows(rows, index, weights)
+
+
+def _weigh_rows_forward(rows, weights, index, inverse):
+    return weigh_rows(rows, weights, index, inverse), (rows, weights, index, inverse)
+
+
+def _weigh_rows_backward(residuals, cotangent):
+    rows, weights, index, inverse = residuals
+    M, K = weights.shape
+    weight_R = _take(weights.reshape(-1), inverse)
+    drows = _take(cotangent, inverse // K) * weight_R[:, None]  # M*K -> M: still none
+    # One column at a time, as below: [M, K, D] would be written out.
+    of_column = [
+        jnp.sum(cotangent * _take(rows, index[:, k]), axis=1, dtype=jnp.float32)
+        for k in range(K)
+    ]
+    dweights = jnp.stack(of_column, axis=1).astype(weights.dtype)
+    return drows.astype(rows.dtype), dweights, None, None
+
+
+weigh_rows.defvjp(_weigh_rows_forward, _weigh_rows_backward)
+
+
+def _take(source: jax.Array, index: jax.Array) -> jax.Array:
+    """source[index]; zeros where the index is past the end."""
+    return jnp.take(source, index, axis=0, mode="fill", fill_value=0)
+
+
+def _sum_of_rows(
+    rows: jax.Array, index_MK: jax.Array, weights_MK: jax.Array | None = None
+) -> jax.Array:
+    """The sum over K of rows[index], each times its weight, added up in float32."""
+    total = 0.0
+    # One by one, so that gathers, products and sums are one loop on CPU: with K as an
+    # axis that is summed, [M, K, D] is written out.
+    for k in range(index_MK.shape[1]):
+        taken = _take(rows, index_MK[:, k]).astype(jnp.float32)
+        total += taken if weights_MK is None else taken * weights_MK[:, k, None]
+    return jnp.asarray(total).astype(rows.dtype)
 
 
 def rows_capacity(assignments: int, num_slots: int, block: int) -> int:
@@ -167,13 +223,7 @@ def combine(
         )
     if route.way is not None:
         rows_RD = cross(rows_RD, route.way, axis, False)
-    T, K = weights_TK.shape
-    taken = take_rows(
-        rows_RD, route.send_of_TK.reshape(-1), route.assignment_of_send[:, None]
-    )
-    # Not an einsum: that would be T tiny products. In float32, as the weights are.
-    weighted = taken.reshape(T, K, -1) * weights_TK[:, :, None]
-    return jnp.sum(weighted, axis=1).astype(taken.dtype)
+    return weigh_rows(rows_RD, weights_TK, route.send_of_TK, route.assignment_of_send)
 
 
 Apply = Callable[[jax.Array, Layout], jax.Array]

@@ -13,6 +13,7 @@ F hidden width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -53,9 +54,7 @@ class Experts(nnx.Module):
         found = {name: getattr(self, name) for name in names}
         weights = {name: w[...] for name, w in found.items() if w is not None}
         if platform == "cpu":
-            return _blocks(
-                x_RD, weights, layout.slot_of_block, layout.used_blocks, layout.block
-            )
+            return _blocks(x_RD, weights, layout.sizes_p, layout.block)
         return _ragged(x_RD, weights, layout)
 
 
@@ -88,66 +87,85 @@ def _activate(pre: dict[str, jax.Array]) -> jax.Array:
     return jax.nn.gelu(pre["up"])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _blocks(x_RD, weights: Weights, slot_of_block, used_blocks, block: int):
-    return _blocks_forward(x_RD, weights, slot_of_block, used_blocks, block)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _blocks(x_RD, weights: Weights, sizes_p, block: int):
+    return _blocks_forward(x_RD, weights, sizes_p, block)[0]
 
 
-def _blocks_forward(x_RD, weights: Weights, slot_of_block, used_blocks, block: int):
-    def body(i, carry):
-        y_RD, pre, h_RF = carry
-        w, x_bD = _at(weights, slot_of_block[i]), _rows(x_RD, i, block)
-        pre_b = {name: x_bD @ w[name] for name in pre}
-        if "up_bias" in w:
-            pre_b["up"] += w["up_bias"][None]
-        h_bF = _activate(pre_b)
-        y_bD = h_bF @ w["down"]
-        if "down_bias" in w:
-            y_bD += w["down_bias"][None]
-        return _write((y_RD, pre, h_RF), (y_bD, pre_b, h_bF), i, block)
+def _blocks_forward(x_RD, weights: Weights, sizes_p, block: int):
+    def of_slot(slot, first, end, y_RD):
+        w = _at(weights, slot)
 
-    R, F = x_RD.shape[0], weights["up"].shape[2]
-    pre = {k: jnp.zeros((R, F), x_RD.dtype) for k in ("up", "gate") if k in weights}
-    empty = (jnp.zeros_like(x_RD), pre, jnp.zeros((R, F), x_RD.dtype))
-    y_RD, pre, h_RF = jax.lax.fori_loop(0, used_blocks, body, empty)
-    return y_RD, (x_RD, pre, h_RF, weights, slot_of_block, used_blocks)
+        def of_block(i, y_RD):
+            y_bD = _activate(_before(w, _rows(x_RD, i, block))) @ w["down"]
+            if "down_bias" in w:
+                y_bD += w["down_bias"][None]
+            return _write(y_RD, y_bD, i, block)
+
+        return jax.lax.fori_loop(first, end, of_block, y_RD)
+
+    y_RD = _for_used_slots(sizes_p, block, of_slot, jnp.zeros_like(x_RD))
+    return y_RD, (x_RD, weights, sizes_p)
 
 
 def _blocks_backward(block: int, residuals, dy_RD):
-    x_RD, pre, h_RF, weights, slot_of_block, used_blocks = residuals
+    x_RD, weights, sizes_p = residuals
 
-    def inputs(i, carry):
-        w, dy_bD = _at(weights, slot_of_block[i]), _rows(dy_RD, i, block)
-        pre_b = {name: _rows(value, i, block) for name, value in pre.items()}
-        dpre_b = jax.vjp(_activate, pre_b)[1](dy_bD @ w["down"].T)[0]
-        dx_bD = sum(dpre_b[name] @ w[name].T for name in pre_b)
-        return _write(carry, (dx_bD, dpre_b), i, block)
+    def of_slot(slot, first, end, carry):
+        w = _at(weights, slot)
 
-    zeros = jax.tree.map(jnp.zeros_like, (x_RD, pre))
-    dx_RD, dpre = jax.lax.fori_loop(0, used_blocks, inputs, zeros)
+        def of_block(i, carry):
+            # Each block of dy_RD gives way to that of dx_RD, once it has been read.
+            rows_RD, total = carry
+            x_bD, dy_bD = _rows(x_RD, i, block), _rows(rows_RD, i, block)
+            h_bF, pull = jax.vjp(_activate, _before(w, x_bD))
+            dpre = pull(dy_bD @ w["down"].T)[0]
+            dx_bD = sum(value @ w[name].T for name, value in dpre.items())
+            dw = {name: x_bD.T @ value for name, value in dpre.items()}
+            dw["down"] = h_bF.T @ dy_bD
+            if "up_bias" in w:
+                dw["up_bias"] = jnp.sum(dpre["up"], axis=0)
+                dw["down_bias"] = jnp.sum(dy_bD, axis=0)
+            return _write(rows_RD, dx_bD, i, block), jax.tree.map(jnp.add, total, dw)
 
-    def of_weights(i, total):
-        slot, dy_bD = slot_of_block[i], _rows(dy_RD, i, block)
-        x_bD, h_bF = _rows(x_RD, i, block), _rows(h_RF, i, block)
-        dpre_b = {name: _rows(value, i, block) for name, value in dpre.items()}
-        dw = {name: x_bD.T @ value for name, value in dpre_b.items()}
-        dw["down"] = h_bF.T @ dy_bD
-        if "up_bias" in total:
-            dw["up_bias"] = jnp.sum(dpre_b["up"], axis=0)
-            dw["down_bias"] = jnp.sum(dy_bD, axis=0)
-        # Not .at[slot].add, which is a scatter on CPU, many times as slow.
-        dw = jax.tree.map(jnp.add, _at(total, slot), dw)
+        rows_RD, dweights = carry
+        # In float32: an expert has many blocks, and bfloat16 would lose the later ones.
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), w)
+        rows_RD, dw = jax.lax.fori_loop(first, end, of_block, (rows_RD, zeros))
         put = partial(jax.lax.dynamic_update_index_in_dim, index=slot, axis=0)
-        return jax.tree.map(put, total, dw)
+        dw = jax.tree.map(lambda total, a: total.astype(a.dtype), dw, w)
+        return rows_RD, jax.tree.map(put, dweights, dw)
 
-    # In float32: an expert has many blocks, and bfloat16 would lose the later ones.
-    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
-    total = jax.lax.fori_loop(0, used_blocks, of_weights, zeros)
-    dweights = jax.tree.map(lambda t, w: t.astype(w.dtype), total, weights)
-    return dx_RD, dweights, None, None
+    start = (dy_RD, jax.tree.map(jnp.zeros_like, weights))
+    dx_RD, dweights = _for_used_slots(sizes_p, block, of_slot, start)
+    return dx_RD, dweights, None
 
 
 _blocks.defvjp(_blocks_forward, _blocks_backward)
+
+
+def _for_used_slots(sizes_p: jax.Array, block: int, body: Callable, start: Any) -> Any:
+    """carry = body(slot, its first block, the end of its blocks, carry), over slots.
+
+    Slots without rows are left out, so that their weights are not read.
+    """
+    blocks_p = -(-sizes_p // block)
+    end_p = jnp.cumsum(blocks_p)
+    slots_p = jnp.argsort(blocks_p == 0, stable=True)  # those in use first
+
+    def step(n, carry):
+        slot = slots_p[n]
+        return body(slot, end_p[slot] - blocks_p[slot], end_p[slot], carry)
+
+    return jax.lax.fori_loop(0, jnp.sum(blocks_p > 0), step, start)
+
+
+def _before(w: Weights, x_bD: jax.Array) -> dict[str, jax.Array]:
+    """What stands before the activation."""
+    pre = {name: x_bD @ w[name] for name in ("up", "gate") if name in w}
+    if "up_bias" in w:
+        pre["up"] += w["up_bias"][None]
+    return pre
 
 
 def _at(weights: Weights, slot: jax.Array) -> Weights:
@@ -161,7 +179,6 @@ def _rows(x: jax.Array, i: jax.Array, block: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, i * block, block)
 
 
-def _write(arrays: Any, rows: Any, i: jax.Array, block: int) -> Any:
-    """Puts block i's rows into each array of a tree."""
-    write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * block, axis=0)
-    return jax.tree.map(write, arrays, rows)
+def _write(x: jax.Array, rows: jax.Array, i: jax.Array, block: int) -> jax.Array:
+    """x with other rows in block i."""
+    return jax.lax.dynamic_update_slice_in_dim(x, rows, i * block, axis=0)

@@ -7,10 +7,13 @@ in, so that weights are used where they lie and gradients are added in place. Th
 it made travels by four ppermutes, which every rank issues in every tick, and is
 written into the buffers, outside the switch: a write inside a branch would copy the
 whole buffer. Branches differ only along `pipe`: the devices of an exchange over
-`expert` always take the same one.
+`expert` always take the same one. The head and the loss stand before the switch, in a
+`lax.cond` that only the last stage enters, when its backward begins: logits never wait
+for their turn.
 
   inbox of activations, of gradients    what arrived and waits
   stash      what a forward leaves for its backward
+  outputs    those of the last stage, beside the stash
   deferred   what a Bi leaves for its W
 Each has one slot more than the table needs, for what goes nowhere.
 
@@ -30,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.pipeline.lower import COLUMNS, TickTable
-from jaxmoe.pipeline.stage import Backward, StagePrograms, Tree
+from jaxmoe.pipeline.stage import StagePrograms, Tree
 
 AXIS = "pipe"
 Kinds = tuple[str, ...]  # of a stage's layers
@@ -47,12 +50,15 @@ class Pipeline:
       stages: per stage, the kinds of its layers and its programs. Stages with the same
         programs share the object.
       context: (microbatch, stage, direction) -> what a stage gets besides its input.
+      finish: (weights of the head, output of the last stage, microbatch) -> (share of
+        the loss, statistics).
       fill: what unused places hold; a test makes it NaN, and nothing changes.
     """
 
     table: TickTable
     stages: Sequence[tuple[Kinds, StagePrograms]]
     context: Callable[[jax.Array, jax.Array, int], Tree]
+    finish: Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, Tree]]
     fill: float = 0.0
 
 
@@ -108,8 +114,9 @@ def run(
     def tick(carry, numbers):
         buffers, sums, gradients = carry
         row = dict(zip(("work", *COLUMNS), numbers, strict=True))
+        dy, sums = branches.output_gradient(row, buffers, sums)
         steps = [partial(branches, work) for work in works]
-        sums, made = jax.lax.switch(row["work"], steps, row, buffers, sums)
+        sums, made = jax.lax.switch(row["work"], steps, row, buffers, dy, sums)
         buffers = branches.keep(row, buffers, made)
         enters = (row["b_stage"] == 0) & (row["b_microbatch"] >= 0)
         where = jnp.where(enters, row["b_microbatch"], M)
@@ -202,16 +209,17 @@ class Shelf:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["activations", "gradients", "stash", "deferred"],
+    data_fields=["activations", "gradients", "stash", "outputs", "deferred"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-    """Ring buffers in a carry; or, without slots, what one tick writes into them."""
+    """What a rank keeps from tick to tick, [slots + 1, ...]."""
 
     activations: jax.Array
     gradients: jax.Array
     stash: list[jax.Array]
+    outputs: jax.Array
     deferred: list[jax.Array]
 
 
@@ -236,6 +244,7 @@ class _Branches:
     ):
         self._pipeline, self._weights, self._head = pipeline, weights, head
         self._inputs = inputs_MbSD
+        self._last = len(pipeline.stages) - 1
         slots, stages = pipeline.table.slots, pipeline.stages
         saved = [programs.saved for _, programs in stages]
         deferred = [programs.deferred for _, programs in stages]
@@ -251,23 +260,45 @@ class _Branches:
             activations=_full((slots.activations + 1, *shape), dtype, fill),
             gradients=_full((slots.gradients + 1, *shape), dtype, fill),
             stash=self._stash.empty(),
+            outputs=_full((slots.stash + 1, *shape), dtype, fill),
             deferred=self._deferred.empty(),
         )
 
-    def __call__(self, work: Work, row: Row, buffers: Buffers, sums: Sums):
+    def output_gradient(self, row: Row, buffers: Buffers, sums: Sums):
+        """(gradient of the output of the tick's backward, sums)."""
+
+        def of_loss(sums: Sums):
+            y = _read(buffers.outputs, row["b_stash"])
+            finish = jax.value_and_grad(
+                self._pipeline.finish, argnums=(0, 1), has_aux=True
+            )
+            with jax.named_scope("head"):
+                (_, found), (dhead, dy) = finish(self._head, y, row["b_microbatch"])
+            head, finished = _add(sums.head, dhead), _add(sums.finish, found)
+            return dy, dataclasses.replace(sums, head=head, finish=finished)
+
+        def arrived(sums: Sums):
+            return _read(buffers.gradients, row["b_inbox"]), sums
+
+        return jax.lax.cond(row["b_stage"] == self._last, of_loss, arrived, sums)
+
+    def __call__(
+        self, work: Work, row: Row, buffers: Buffers, dy: jax.Array, sums: Sums
+    ) -> tuple[Sums, Made]:
         """One tick of one rank: reads buffers, adds to sums, leaves what it made."""
         nothing = _full(self._inputs.shape[1:], self._inputs.dtype, self._pipeline.fill)
         activation, gradient = nothing, nothing
         stash, deferred = self._stash.pack(-1, []), self._deferred.pack(-1, [])
-        read = buffers  # what it was when the tick began
         for kind in work.kinds:
             with jax.named_scope(kind):
                 if kind == "F":
-                    activation, stash, sums = self._forward(work, row, read, sums)
+                    activation, stash, sums = self._forward(work, row, buffers, sums)
                 elif kind == "W":
-                    sums = self._weight_gradients(work, row, read, sums)
+                    sums = self._weight_gradients(work, row, buffers, sums)
                 else:
-                    gradient, deferred, sums = self._backward(work, row, read, sums)
+                    gradient, deferred, sums = self._backward(
+                        work, row, buffers, dy, sums
+                    )
         return sums, Made(activation, gradient, stash, deferred)
 
     def _forward(self, work: Work, row: Row, buffers: Buffers, sums: Sums):
@@ -281,45 +312,35 @@ class _Branches:
         )
         context = self._pipeline.context(microbatch, row["f_stage"], direction)
         layers = _pick(self._weights[direction], kinds)
-        y, _, statistics, saved = programs.forward(layers, x, context)
+        y, statistics, saved = programs.forward(layers, x, context)
         stage_sums = list(sums.stage)
         stage_sums[direction] = _add_first(stage_sums[direction], statistics)
         sums = dataclasses.replace(sums, stage=stage_sums)
         return y, self._stash.pack(stage, saved), sums
 
-    def _backward(self, work: Work, row: Row, buffers: Buffers, sums: Sums):
+    def _backward(
+        self, work: Work, row: Row, buffers: Buffers, dy: jax.Array, sums: Sums
+    ):
         direction, stage = work.directions[1], work.stages[1]
         kinds, programs = self._pipeline.stages[stage]
-        context = self._pipeline.context(row["b_microbatch"], row["b_stage"], direction)
         arguments = (
             _pick(self._weights[direction], kinds),
-            self._head,
-            context,
+            self._pipeline.context(row["b_microbatch"], row["b_stage"], direction),
             self._stash.read(stage, buffers.stash, row["b_stash"]),
-            _read(buffers.gradients, row["b_inbox"]),
+            dy,
         )
-        whole = "B" in work.kinds
-        step = programs.backward if whole else programs.backward_inputs
-        result: Backward = step(*arguments)
-        deferred = self._deferred.pack(-1, [])
-        if result.deferred is not None:
-            deferred = self._deferred.pack(stage, result.deferred)
-        else:
-            sums = _add_weights(sums, direction, kinds, result.dweights)
-        if result.dhead is not None:
-            sums = dataclasses.replace(
-                sums,
-                head=_add(sums.head, result.dhead),
-                finish=_add(sums.finish, result.statistics),
-            )
-        return result.dx, deferred, sums
+        if "B" in work.kinds:
+            dx, dweights = programs.backward(*arguments)
+            sums = _add_weights(sums, direction, kinds, dweights)
+            return dx, self._deferred.pack(-1, []), sums
+        dx, deferred = programs.backward_inputs(*arguments)
+        return dx, self._deferred.pack(stage, deferred), sums
 
     def _weight_gradients(self, work: Work, row: Row, buffers: Buffers, sums: Sums):
         direction, stage = work.directions[2], work.stages[2]
         kinds, programs = self._pipeline.stages[stage]
         dweights = programs.backward_weights(
             _pick(self._weights[direction], kinds),
-            self._head,
             self._pipeline.context(row["w_microbatch"], row["w_stage"], direction),
             self._deferred.read(stage, buffers.deferred, row["w_deferred"]),
         )
@@ -349,11 +370,13 @@ class _Branches:
         def shelf(buffers, values, slot):
             return [_write(b, v, slot) for b, v in zip(buffers, values, strict=True)]
 
+        finished = jnp.where(row["f_stage"] == self._last, row["f_stash"], -1)
         return Buffers(
-            arrivals(buffers.activations, made.activation, "a", "f_local"),
-            arrivals(buffers.gradients, made.gradient, "g", "b_local"),
-            shelf(buffers.stash, made.stash, row["f_stash"]),
-            shelf(buffers.deferred, made.deferred, row["b_deferred"]),
+            activations=arrivals(buffers.activations, made.activation, "a", "f_local"),
+            gradients=arrivals(buffers.gradients, made.gradient, "g", "b_local"),
+            stash=shelf(buffers.stash, made.stash, row["f_stash"]),
+            outputs=_write(buffers.outputs, made.activation, finished),
+            deferred=shelf(buffers.deferred, made.deferred, row["b_deferred"]),
         )
 
 

@@ -145,12 +145,8 @@ class PipelinedGradients:
         sums, dends = carry
         step = _Pass(self, rows, batch, target_tokens)
         inputs_MbSD, pull = step.embed(ends)
-        pipeline = Pipeline(
-            self.table,
-            step.programs(weights, ends, inputs_MbSD),
-            step.context,
-            self.fill,
-        )
+        stages = step.programs(weights, inputs_MbSD)
+        pipeline = Pipeline(self.table, stages, step.context, step.finish, self.fill)
         sums, dinputs_MbSD = run(pipeline, weights, ends, inputs_MbSD, sums)
         more = pull(dinputs_MbSD)
         return sums, jax.tree.map(lambda t, m: t + m.astype(t.dtype), dends, more)
@@ -283,22 +279,30 @@ class _Pass:
 
     def context(self, microbatch: jax.Array, stage: jax.Array, direction: int) -> Any:
         """What a stage needs of a microbatch, by its number; nothing of it is sent."""
-        batch = {
-            name: jax.lax.dynamic_index_in_dim(x, microbatch, keepdims=False)
-            for name, x in self._batch.items()
-            if name != "patches"
-        }
+        names = ("sequence", "decoder", "modality", "number", "key")
+        batch = self._of(microbatch, *(n for n in names if n in self._batch))
         return {
             "mask": attention_mask(batch["sequence"], batch["decoder"]),
             "sequences": model_lib.sequences_of(batch),
             "first_layer": self._first_layers[stage],
             "buffers": self._rows[direction],
-            "targets": batch["targets"],
-            "task": batch["task"],
-            "target_tokens": self._target_tokens,
         }
 
-    def programs(self, weights: list[Layers], ends: Any, inputs_MbSD: jax.Array):
+    def finish(self, ends: Any, y_BSD: jax.Array, microbatch: jax.Array):
+        """(share of the cross-entropy, losses) of one microbatch."""
+        batch = self._of(microbatch, "targets", "task")
+        logits_BSV = nnx.merge(self._static.ends_graph, ends).logits(y_BSD)
+        sums = loss_lib.loss_sums(
+            logits_BSV, batch["targets"], batch["task"], self._static.num_tasks
+        )
+        return loss_lib.task_loss(sums, self._target_tokens), sums
+
+    def _of(self, microbatch: jax.Array, *names: str) -> Batch:
+        microbatch = jnp.maximum(microbatch, 0)
+        take = partial(jax.lax.dynamic_index_in_dim, index=microbatch, keepdims=False)
+        return {name: take(self._batch[name]) for name in names}
+
+    def programs(self, weights: list[Layers], inputs_MbSD: jax.Array):
         """Per stage, the kinds of its layers and its programs."""
         static = self._static
         abstract = partial(
@@ -310,18 +314,14 @@ class _Pass:
         stages = []
         for stage, direction in static.places_of_stages():
             kinds = static.partition.kinds(stage)
-            last = stage == len(static.partition.stages) - 1
             context = jax.eval_shape(
                 lambda m, s, d=direction: self.context(m, s, d), number, number
             )
-            layout = jax.tree.structure(context), direction
-            key = (kinds, last, layout)
+            key = (kinds, jax.tree.structure(context))
             if key not in made:
                 made[key] = StagePrograms(
                     partial(self._layers, kinds),
-                    self._finish if last else None,
                     weights=abstract([one_layer[kind] for kind in kinds]),
-                    head=abstract(ends),
                     x=jax.ShapeDtypeStruct(inputs_MbSD.shape[1:], inputs_MbSD.dtype),
                     context=context,
                 )
@@ -354,14 +354,6 @@ class _Pass:
             sequences=static.num_sequences,
         )
         return (x_BSD, share), stats
-
-    def _finish(self, ends: Any, y_BSD: jax.Array, context: Any):
-        """(share of the cross-entropy, losses) of one microbatch."""
-        logits_BSV = nnx.merge(self._static.ends_graph, ends).logits(y_BSD)
-        sums = loss_lib.loss_sums(
-            logits_BSV, context["targets"], context["task"], self._static.num_tasks
-        )
-        return loss_lib.task_loss(sums, context["target_tokens"]), sums
 
 
 def _zeros_of(tree: Any) -> Any:

@@ -10,7 +10,6 @@ small sums of biases and norms. Nothing is computed twice.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -22,26 +21,6 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Literal
 Tree = Any
 # (weights, x, context) -> ((y, share of the loss), statistics)
 Forward = Callable[[Tree, jax.Array, Tree], tuple[tuple[jax.Array, jax.Array], Tree]]
-# (weights of the head, y, context) -> (share of the loss, statistics)
-Finish = Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Tree]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Backward:
-    """What a backward gives.
-
-    Attributes:
-      dx: gradient of the stage's input.
-      deferred: what W needs; None after a whole B.
-      dweights: gradients of the weights; None after Bi.
-      dhead, statistics: of the head, at the last stage; else None.
-    """
-
-    dx: jax.Array
-    deferred: list[jax.Array] | None
-    dweights: Tree
-    dhead: Tree
-    statistics: Tree
 
 
 class StagePrograms:
@@ -49,22 +28,16 @@ class StagePrograms:
 
     Args:
       forward: applies the stage's layers.
-      finish: the head and the loss, if this is the last stage. It runs when the
-        backward begins: its logits never wait for their turn.
-      weights, head, x, context: abstract arguments.
+      weights, x, context: its abstract arguments; its output is like `x`.
+
+    Attributes:
+      saved: shapes of what the forward leaves for the backward.
+      deferred: shapes of what Bi leaves for W.
     """
 
     def __init__(
-        self,
-        forward: Forward,
-        finish: Finish | None,
-        *,
-        weights: Tree,
-        head: Tree,
-        x: jax.ShapeDtypeStruct,
-        context: Tree,
+        self, forward: Forward, *, weights: Tree, x: jax.ShapeDtypeStruct, context: Tree
     ):
-        self._finish = finish
         self._recipe: list[tuple[str, Any]] = []
         self._vjp_tree: Any = None
         self._forward = _trace(
@@ -73,34 +46,30 @@ class StagePrograms:
         )
         self.saved: list[jax.ShapeDtypeStruct] = self._forward.shapes[2]
         backward = _trace(
-            self._traced_backward, (weights, head, context, self.saved, x), inline=True
+            self._traced_backward, (weights, context, self.saved, x), inline=True
         )
-        given = len(jax.tree.leaves((weights, head, context)))
-        self._split = _Split(backward, given)
-        self.deferred = self._split.deferred
+        self.split = Split(backward, given=len(jax.tree.leaves((weights, context))))
+        self.deferred = self.split.deferred
 
     def forward(self, weights: Tree, x: jax.Array, context: Tree):
-        """(y, share of the loss, statistics, what is to be stashed)."""
-        (y, share), statistics, saved = self._forward(weights, x, context)
-        return y, share, statistics, saved
+        """(y, statistics, what is to be stashed)."""
+        y, statistics, saved = self._forward(weights, x, context)
+        return y, statistics, saved
 
-    def backward(self, weights, head, context, saved, dy) -> Backward:
-        """B; at the last stage `dy` is not used."""
-        return Backward(
-            deferred=None, **self._split.all(weights, head, context, saved, dy)
-        )
+    def backward(self, weights: Tree, context: Tree, saved: list, dy: jax.Array):
+        """B: (gradient of the input, gradients of the weights)."""
+        return self.split.whole(weights, context, saved, dy)
 
-    def backward_inputs(self, weights, head, context, saved, dy) -> Backward:
-        """Bi."""
-        given, deferred = self._split.first(weights, head, context, saved, dy)
-        return Backward(deferred=deferred, dweights=None, **given)
+    def backward_inputs(self, weights: Tree, context: Tree, saved: list, dy: jax.Array):
+        """Bi: (gradient of the input, what W needs)."""
+        return self.split.inputs(weights, context, saved, dy)
 
-    def backward_weights(self, weights, head, context, deferred) -> Tree:
+    def backward_weights(self, weights: Tree, context: Tree, deferred: list) -> Tree:
         """W: the gradients of the weights."""
-        return self._split.rest(weights, head, context, deferred)
+        return self.split.weights(weights, context, deferred)
 
     def _traced_forward(self, forward: Forward, weights, x, context):
-        (y, share), vjp, statistics = jax.vjp(
+        (y, _), vjp, statistics = jax.vjp(
             lambda w, x: forward(w, x, context), weights, x, has_aux=True
         )
         leaves, self._vjp_tree = jax.tree.flatten(vjp)
@@ -116,11 +85,9 @@ class StagePrograms:
                 known[id(leaf)] = ("saved", len(saved))
                 saved.append(leaf)
             self._recipe.append(known[id(leaf)])
-        if self._finish is not None:
-            saved.append(y)
-        return (y, share), statistics, saved
+        return y, statistics, saved
 
-    def _traced_backward(self, weights, head, context, saved, dy):
+    def _traced_backward(self, weights, context, saved, dy):
         found = {
             "weights": jax.tree.leaves(weights),
             "context": jax.tree.leaves(context),
@@ -131,13 +98,8 @@ class StagePrograms:
             for source, value in self._recipe
         ]
         vjp = jax.tree.unflatten(self._vjp_tree, leaves)
-        dhead, statistics = None, None
-        if self._finish is not None:
-            finish = jax.value_and_grad(self._finish, argnums=(0, 1), has_aux=True)
-            (_, statistics), (dhead, dy) = finish(head, saved[-1], context)
         dweights, dx = vjp((dy, jnp.ones((), jnp.float32)))
-        first = {"dx": dx, "dhead": dhead, "statistics": statistics}
-        return first, dweights
+        return dx, dweights
 
 
 class _Traced:
@@ -160,56 +122,58 @@ def _trace(function: Callable, arguments: tuple, *, inline: bool = False) -> _Tr
     return _Traced(closed, shapes)
 
 
-class _Split:
+class Split:
     """The equations of a backward, cut in two.
 
     Args:
-      traced: (weights, head, context, saved, dy) -> (first results, weight gradients).
-      given: number of leaves of the first three, which both parts get.
+      traced: (weights, context, saved, dy) -> (dx, gradients of the weights).
+      given: number of leaves of weights and context, which both parts get.
+
+    Attributes:
+      early, late: the equations of Bi and of W.
+      deferred: shapes of the values between them.
     """
 
     def __init__(self, traced: _Traced, given: int):
-        self._traced, self._given = traced, given
-        first_shapes, weights_shapes = traced.shapes
-        self._first_tree = jax.tree.structure(first_shapes)
-        self._weights_tree = jax.tree.structure(weights_shapes)
+        self._traced = traced
+        self._weights_tree = jax.tree.structure(traced.shapes[1])
         jaxpr = traced.closed.jaxpr
-        first_out = jaxpr.outvars[: self._first_tree.num_leaves]
-        rest_out = jaxpr.outvars[self._first_tree.num_leaves :]
-        early = needed(jaxpr.eqns, first_out)
-        done = {id(equation) for equation in early}
-        late = [e for e in needed(jaxpr.eqns, rest_out) if id(e) not in done]
-        made_late = {v for equation in late for v in equation.outvars}
+        dx, *dweights = jaxpr.outvars
+        self.early = needed(jaxpr.eqns, [dx])
+        done = {id(equation) for equation in self.early}
+        late = needed(jaxpr.eqns, dweights)
+        self.late = [equation for equation in late if id(equation) not in done]
+        made_late = {v for equation in self.late for v in equation.outvars}
         always = {*jaxpr.constvars, *jaxpr.invars[:given]}
-        read_late = [
+        read_late = [v for equation in self.late for v in equation.invars]
+        crossing = [
             v
-            for v in (*(v for e in late for v in e.invars), *rest_out)
-            if not isinstance(v, Literal) and v not in made_late and v not in always
+            for v in dict.fromkeys(v for v in (*read_late, *dweights) if not _fixed(v))
+            if v not in made_late and v not in always
         ]
-        crossing = list(dict.fromkeys(read_late))
-        self.deferred = [
-            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in crossing
-        ]
-        self.early_equations, self.late_equations = early, late
-        self._first = jaxpr.replace(eqns=early, outvars=[*first_out, *crossing])
-        self._rest = jaxpr.replace(
-            invars=[*jaxpr.invars[:given], *crossing], eqns=late, outvars=rest_out
+        shape = lambda v: jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)  # noqa: E731
+        self.deferred = list(map(shape, crossing))
+        self._inputs = jaxpr.replace(eqns=self.early, outvars=[dx, *crossing])
+        self._weights = jaxpr.replace(
+            invars=[*jaxpr.invars[:given], *crossing], eqns=self.late, outvars=dweights
         )
 
-    def all(self, *arguments) -> dict[str, Any]:
-        first, dweights = self._traced(*arguments)
-        return {**first, "dweights": dweights}
+    def whole(self, *arguments) -> tuple[jax.Array, Tree]:
+        return self._traced(*arguments)
 
-    def first(self, *arguments) -> tuple[dict[str, Any], list[jax.Array]]:
+    def inputs(self, *arguments) -> tuple[jax.Array, list[jax.Array]]:
         flat = jax.tree.leaves(arguments)
-        out = jax.core.eval_jaxpr(self._first, self._traced.closed.consts, *flat)
-        count = self._first_tree.num_leaves
-        return jax.tree.unflatten(self._first_tree, out[:count]), out[count:]
+        out = jax.core.eval_jaxpr(self._inputs, self._traced.closed.consts, *flat)
+        return out[0], out[1:]
 
-    def rest(self, weights, head, context, deferred) -> Tree:
-        flat = [*jax.tree.leaves((weights, head, context)), *deferred]
-        out = jax.core.eval_jaxpr(self._rest, self._traced.closed.consts, *flat)
+    def weights(self, weights, context, deferred) -> Tree:
+        flat = [*jax.tree.leaves((weights, context)), *deferred]
+        out = jax.core.eval_jaxpr(self._weights, self._traced.closed.consts, *flat)
         return jax.tree.unflatten(self._weights_tree, out)
+
+
+def _fixed(v: Any) -> bool:
+    return isinstance(v, Literal)
 
 
 def needed(equations: Sequence[Any], results: Iterable[Any]) -> list[Any]:
