@@ -64,21 +64,21 @@ def master_spec(
     return PartitionSpec(*entries)
 
 
-def gather(shard: jax.Array, compute: PartitionSpec, master: PartitionSpec):
-    """From this device's part of the master layout to that of the compute layout."""
-    for dim, axes in _added(compute, master):
-        shard = jax.lax.all_gather(shard, axes, axis=dim, tiled=True)
-    return shard
+def gather(shards: Any, compute: Any, master: Any) -> Any:
+    """From this device's part of the master layout to that of the compute layout.
+
+    Args:
+      shards: tree of arrays.
+      compute, master: their layouts, trees of the same structure.
+    """
+    leaves, tree = jax.tree.flatten(shards)
+    moves = [_added(*specs) for specs in _pairs(tree, compute, master)]
+    return tree.unflatten(_all_gather(leaves, moves))
 
 
 def scatter_sum(
-    gradient: jax.Array,
-    compute: PartitionSpec,
-    master: PartitionSpec,
-    mesh: Mesh,
-    *,
-    without: str = "",
-):
+    gradients: Any, compute: Any, master: Any, mesh: Mesh, *, without: str = ""
+) -> Any:
     """Sums gradients over the devices that hold copies, each keeping its master part.
 
     Over every axis that does not split the compute layout, but for `without`.
@@ -86,72 +86,94 @@ def scatter_sum(
     A reduce-scatter, written out: a psum whose result is then constrained to the
     master layout compiles to an all-reduce of the whole gradient.
     """
-    added = _added(compute, master)
-    for dim, axes in added:
-        gradient = jax.lax.psum_scatter(
-            gradient, axes, scatter_dimension=dim, tiled=True
-        )
-    split = {axis for entry in master if entry for axis in _names(entry)}
-    split.add(without)
-    rest = tuple(axis for axis in AXES if axis not in split and mesh.shape[axis] > 1)
-    return jax.lax.psum(gradient, rest) if rest else gradient
+    leaves, tree = jax.tree.flatten(gradients)
+    specs = _pairs(tree, compute, master)
+    leaves = _reduce_scatter(leaves, [_added(*pair) for pair in specs])
+    rests = [_rest(spec, mesh, without) for _, spec in specs]
+    for axes in {*rests} - {()}:  # one psum of all leaves that need the same
+        which = [i for i, rest in enumerate(rests) if rest == axes]
+        summed = jax.lax.psum([leaves[i] for i in which], axes)
+        for i, leaf in zip(which, summed, strict=True):
+            leaves[i] = leaf
+    return tree.unflatten(leaves)
 
 
-def gather_layers(
-    shard: jax.Array,
-    compute: PartitionSpec,
-    master: PartitionSpec,
-    places_Rn: np.ndarray,
-) -> jax.Array:
-    """The layers of this rank's stage, out of a stack in the master layout.
+def gather_layers(shards: Any, compute: Any, master: Any, places_Rn: np.ndarray) -> Any:
+    """The layers of this rank's stage, out of stacks in the master layout.
 
     Args:
-      shard: this device's part, [layers, ...].
-      compute, master: layouts of the stack; its dimension 0 is split in neither.
+      shards: tree of this device's parts, [layers, ...].
+      compute, master: layouts of the stacks; dimension 0 is split in neither.
       places_Rn: per rank of `pipe` the layers it gets; -1 gives any.
 
     Returns:
-      [n, ...] in the compute layout.
+      Tree of [n, ...] in the compute layout.
     """
+    leaves, tree = jax.tree.flatten(shards)
+    specs = _pairs(tree, compute, master)
+    dims, rests = zip(*(_pipe_dim(*pair) for pair in specs), strict=True)
+    R, n = places_Rn.shape
     places_Rn = np.maximum(places_Rn, 0)
-    dim, rest = _pipe_dim(compute, master)
-    if dim is None:
-        rank = jax.lax.axis_index("pipe")
-        shard = shard[jnp.asarray(places_Rn)[rank]]
-    else:  # (R*n, .. / R) -> (n, ..): to every rank its layers, from every rank a part
-        shard = jax.lax.all_to_all(
-            shard[places_Rn.reshape(-1)], "pipe", 0, dim, tiled=True
-        )
-    return gather(shard, compute, rest)
+    mine = jnp.asarray(places_Rn)[jax.lax.axis_index("pipe")]
+    # (R*n, .. / R): to every rank its layers; it gets a part of them from every rank.
+    parts = [
+        leaf[mine] if dim is None else leaf[places_Rn.reshape(-1)].reshape(R, -1)
+        for leaf, dim in zip(leaves, dims, strict=True)
+    ]
+    split = [i for i, dim in enumerate(dims) if dim is not None]
+    for i, part in zip(split, _all_to_all([parts[i] for i in split]), strict=True):
+        shape, dim = leaves[i].shape[1:], dims[i]
+        part = jnp.moveaxis(part.reshape(R, n, *shape), 0, dim)
+        parts[i] = part.reshape(n, *shape[: dim - 1], -1, *shape[dim:])
+    moves = [_added(c, rest) for (c, _), rest in zip(specs, rests, strict=True)]
+    return tree.unflatten(_all_gather(parts, moves))
 
 
 def scatter_sum_layers(
-    gradient: jax.Array,
-    compute: PartitionSpec,
-    master: PartitionSpec,
+    gradients: Any,
+    compute: Any,
+    master: Any,
     places_Rn: np.ndarray,
     *,
     layers: int,
     mesh: Mesh,
-) -> jax.Array:
+) -> Any:
     """The reverse of `gather_layers`: sums over all devices that used a layer.
 
     Args:
-      gradient: [n, ...], of the layers of this rank's stage; where its place is -1 it
-        is left out.
-      layers: of the stack.
+      gradients: tree of [n, ...], of the layers of this rank's stage; where the place
+        is -1 they are left out.
+      compute, master, places_Rn: as in `gather_layers`.
+      layers: of the stacks.
     """
-    dim, rest = _pipe_dim(compute, master)
-    gradient = scatter_sum(gradient, compute, rest, mesh, without="pipe")
+    tree = jax.tree.structure(gradients)
+    specs = _pairs(tree, compute, master)
+    dims, rests = zip(*(_pipe_dim(*pair) for pair in specs), strict=True)
+    parts = scatter_sum(gradients, compute, tree.unflatten(rests), mesh, without="pipe")
+    parts = jax.tree.leaves(parts)
+    R, n = places_Rn.shape
     places_Rn = np.where(places_Rn < 0, layers, places_Rn)  # past the end: dropped
-    if dim is None:
-        places = jnp.asarray(places_Rn)[jax.lax.axis_index("pipe")]
-    else:
-        gradient = jax.lax.all_to_all(gradient, "pipe", dim, 0, tiled=True)
-        places = places_Rn.reshape(-1)
-    total = jnp.zeros((layers, *gradient.shape[1:]), gradient.dtype)
-    total = total.at[places].add(gradient, mode="drop")
-    return jax.lax.psum(total, "pipe") if dim is None else total
+    split = [i for i, dim in enumerate(dims) if dim is not None]
+    shapes, sent = {}, []
+    for i in split:
+        shape, dim = parts[i].shape, dims[i]
+        part = parts[i].reshape(*shape[:dim], R, shape[dim] // R, *shape[dim + 1 :])
+        part = jnp.moveaxis(part, dim, 0)  # (n, .., R, d / R, ..) -> (R, n, ..)
+        shapes[i] = part.shape[2:]
+        sent.append(part.reshape(R, -1))
+    for i, part in zip(split, _all_to_all(sent), strict=True):
+        parts[i] = part.reshape(R * n, *shapes[i])
+    rank = jax.lax.axis_index("pipe")
+    for i, part in enumerate(parts):
+        places = jnp.asarray(places_Rn)
+        places = places[rank] if dims[i] is None else places.reshape(-1)
+        total = jnp.zeros((layers, *part.shape[1:]), part.dtype)
+        parts[i] = total.at[places].add(part, mode="drop")
+    whole = [i for i, dim in enumerate(dims) if dim is None]
+    summed = jax.lax.psum([parts[i] for i in whole], "pipe")
+    for i, part in zip(whole, summed, strict=True):
+        parts[i] = part
+    return tree.unflatten(parts)
 
 
 def named(mesh: Mesh, specs: Any) -> Any:
@@ -169,30 +191,136 @@ def copies(spec: PartitionSpec, mesh: Mesh) -> int:
     return mesh.size // math.prod(ways)
 
 
-def _pipe_dim(compute: PartitionSpec, master: PartitionSpec):
+# Collectives of many arrays -----------------------------------------------------------
+
+# Arrays up to this size travel together: a collective costs more than they do.
+SMALL_BYTES = 2**20
+
+Move = tuple[int, tuple[str, ...]] | None  # dimension, mesh axes
+
+
+def _groups(leaves: list[jax.Array], keys: list[Any]) -> list[list[int]]:
+    """Which arrays travel together; each is in one group."""
+    found: dict[Any, list[int]] = {}
+    for i, (leaf, key) in enumerate(zip(leaves, keys, strict=True)):
+        small = leaf.size * leaf.dtype.itemsize <= SMALL_BYTES
+        alone = None if small else i
+        found.setdefault((key, leaf.dtype, alone), []).append(i)
+    return list(found.values())
+
+
+def _all_gather(leaves: list[jax.Array], moves: list[Move]) -> list[jax.Array]:
+    done = list(leaves)
+    for group in _groups(leaves, [move and move[1] for move in moves]):
+        move = moves[group[0]]
+        if move is None:
+            continue
+        if len(group) == 1:
+            dim, axes = move
+            i = group[0]
+            done[i] = jax.lax.all_gather(leaves[i], axes, axis=dim, tiled=True)
+            continue
+        fronts = [jnp.moveaxis(leaves[i], _dim(moves[i]), 0) for i in group]
+        vector = jnp.concatenate([front.reshape(-1) for front in fronts])
+        gathered = jax.lax.all_gather(vector, move[1])  # [devices, numbers]
+        for i, front, part in _cut(group, fronts, gathered):
+            whole = part.reshape(-1, *front.shape[1:])
+            done[i] = jnp.moveaxis(whole, 0, _dim(moves[i]))
+    return done
+
+
+def _reduce_scatter(leaves: list[jax.Array], moves: list[Move]) -> list[jax.Array]:
+    done = list(leaves)
+    for group in _groups(leaves, [move and move[1] for move in moves]):
+        move = moves[group[0]]
+        if move is None:
+            continue
+        if len(group) == 1:
+            dim, axes = move
+            i = group[0]
+            done[i] = jax.lax.psum_scatter(
+                leaves[i], axes, scatter_dimension=dim, tiled=True
+            )
+            continue
+        ways = jax.lax.axis_size(move[1])
+        fronts = [jnp.moveaxis(leaves[i], _dim(moves[i]), 0) for i in group]
+        fronts = [f.reshape(ways, f.shape[0] // ways, *f.shape[1:]) for f in fronts]
+        rows = jnp.concatenate([front.reshape(ways, -1) for front in fronts], axis=1)
+        summed = jax.lax.psum_scatter(rows, move[1], scatter_dimension=0)
+        for i, front, part in _cut(group, [f[0] for f in fronts], summed[None]):
+            done[i] = jnp.moveaxis(part.reshape(front.shape), 0, _dim(moves[i]))
+    return done
+
+
+def _all_to_all(rows: list[jax.Array]) -> list[jax.Array]:
+    """Of arrays [R, numbers], row r goes to rank r of `pipe`."""
+    done = list(rows)
+    for group in _groups(rows, [None] * len(rows)):
+        together = jnp.concatenate([rows[i] for i in group], axis=1)
+        together = jax.lax.all_to_all(together, "pipe", 0, 0, tiled=True)
+        for i, row, part in _cut(group, [rows[i][0] for i in group], together):
+            done[i] = part.reshape(-1, *row.shape)
+    return done
+
+
+def _cut(group: list[int], arrays: list[jax.Array], together: jax.Array):
+    """(number, array, its columns of `together`) of each array, in order."""
+    start = 0
+    for i, array in zip(group, arrays, strict=True):
+        yield i, array, together[:, start : start + array.size]
+        start += array.size
+
+
+# Layouts -----------------------------------------------------------------------------
+
+
+def _pairs(tree: Any, compute: Any, master: Any) -> list[tuple]:
+    return list(
+        zip(tree.flatten_up_to(compute), tree.flatten_up_to(master), strict=True)
+    )
+
+
+def _dim(move: Move) -> int:
+    assert move is not None
+    return move[0]
+
+
+def _rest(master: PartitionSpec, mesh: Mesh, without: str) -> tuple[str, ...]:
+    """The axes along which an array in this layout is the same everywhere."""
+    split = {axis for entry in master if entry for axis in _names(entry)}
+    return tuple(
+        a for a in AXES if a not in split and a != without and mesh.shape[a] > 1
+    )
+
+
+def _pipe_dim(
+    compute: PartitionSpec, master: PartitionSpec
+) -> tuple[int | None, PartitionSpec]:
     """The dimension that the master layout splits over `pipe`, and the layout without.
 
     `pipe` is the last axis of AXES, so the parts of one group of ranks follow each
     other, and can be put together before the others are.
     """
-    for dim, axes in _added(compute, master):
-        if "pipe" in _names(axes):
-            assert _names(axes)[-1] == "pipe", master
-            others = _names(axes)[:-1]
-            entries = [*master]
-            entries[dim] = others or None
-            return dim, PartitionSpec(*entries)
-    return None, master
+    move = _added(compute, master)
+    if move is None or "pipe" not in move[1]:
+        return None, master
+    dim, axes = move
+    assert axes[-1] == "pipe", master
+    entries = [*master]
+    entries[dim] = axes[:-1] or None
+    return dim, PartitionSpec(*entries)
 
 
 def _names(entry: str | tuple[str, ...]) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else entry
 
 
-def _added(compute: PartitionSpec, master: PartitionSpec):
-    """(dimension, mesh axes) that the master layout splits in addition."""
-    return [
-        (dim, entry)
+def _added(compute: PartitionSpec, master: PartitionSpec) -> Move:
+    """What the master layout splits in addition: one dimension, or nothing."""
+    found = [
+        (dim, _names(entry))
         for dim, entry in enumerate(master)
         if entry and (dim >= len(compute) or compute[dim] != entry)
     ]
+    assert len(found) <= 1, (compute, master)
+    return found[0] if found else None

@@ -263,9 +263,7 @@ class Setup:
         """Master parts of this device -> weights in the compute layout and type."""
 
         params = model_lib.compute_weights(params, self.config.model)
-        return jax.tree.map(
-            sharding.gather, params, self.compute_specs, self.master_specs
-        )
+        return sharding.gather(params, self.compute_specs, self.master_specs)
 
     def forward(
         self, weights: Any, buffers: Any, batch: Batch
@@ -318,9 +316,8 @@ class Setup:
             return jax.grad(loss, has_aux=True)(weights, microbatch)
 
         gradients, (sums, stats) = _sum_over_microbatches(microbatch_gradients, batch)
-        scatter = partial(sharding.scatter_sum, mesh=self.mesh)
-        gradients = jax.tree.map(
-            scatter, gradients, self.compute_specs, self.master_specs
+        gradients = sharding.scatter_sum(
+            gradients, self.compute_specs, self.master_specs, self.mesh
         )
         return gradients, sums, stats
 

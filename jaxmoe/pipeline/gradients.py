@@ -120,7 +120,7 @@ class PipelinedGradients:
         params = model_lib.compute_weights(params, self.model)
         ends = {name: part for name, part in params.items() if name not in STACKS}
         specs = self._specs(ends)
-        ends = jax.tree.map(sharding.gather, ends, *specs)
+        ends = sharding.gather(ends, *specs)
         weights = [self._collect(params, places) for places in self.places]
         rows = [self._rows(buffers, places) for places in self.places]
         M = self.table.schedule.num_microbatches
@@ -135,8 +135,8 @@ class PipelinedGradients:
                 lambda carry, part: (one(carry, part), None), (sums, dends), parts
             )
         dends = jax.tree.map(jnp.add, dends, sums.head)
-        scatter = partial(sharding.scatter_sum, mesh=self.mesh)
-        gradients = jax.tree.map(scatter, dends, *specs) | self._distribute(sums)
+        gradients = sharding.scatter_sum(dends, *specs, self.mesh)
+        gradients |= self._distribute(sums)
         losses = jax.lax.psum(sums.finish, AXIS)
         return gradients, losses, self._statistics(sums)
 
@@ -155,8 +155,8 @@ class PipelinedGradients:
         """The layers of this rank's stage for one direction."""
         layers = {}
         for kind, table in places.items():
-            gather = partial(sharding.gather_layers, places_Rn=table)
-            stack = jax.tree.map(gather, params[kind], *self._specs(params[kind], kind))
+            specs = self._specs(params[kind], kind)
+            stack = sharding.gather_layers(params[kind], *specs, table)
             layers[kind] = _apart(stack, table.shape[1])
         return layers
 
@@ -170,13 +170,13 @@ class PipelinedGradients:
                 if not layers[kind]:
                     continue
                 stack = jax.tree.map(lambda *xs: jnp.stack(xs), *layers[kind])
-                scatter = partial(
-                    sharding.scatter_sum_layers,
-                    places_Rn=places[kind],
+                part = sharding.scatter_sum_layers(
+                    stack,
+                    *specs,
+                    places[kind],
                     layers=self._stack_size(kind),
                     mesh=self.mesh,
                 )
-                part = jax.tree.map(scatter, stack, *specs)
                 total = part if total is None else jax.tree.map(jnp.add, total, part)
             found[kind] = total
         return found
