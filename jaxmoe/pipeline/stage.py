@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Floor 4. A stage as three programs: forward, backward for inputs, for weights.
 
-The forward keeps the residuals of `jax.vjp`, but for those that are weights or come
-with the microbatch: they are there again when the backward runs. The backward is traced
-once to a list of equations, calls inside it written out. What the gradient of the input
-needs is Bi; what then remains is W: the products that make weight gradients, and the
-small sums of biases and norms. Nothing is computed twice.
+The stage is traced once, with `jax.vjp`, to a list of equations, calls inside it
+written out. Of the residuals of the vjp, those that are weights or come with the
+microbatch are there again when the backward runs; those that cheap equations make out
+of others (`choose_saved`) are made again; the rest is stashed. So about the results of
+products are stashed, and no product is computed twice.
+
+The backward is cut in two. What the gradient of the input needs is Bi; what then
+remains is W: the products that make weight gradients, and the small sums of biases and
+norms.
 """
 
 from __future__ import annotations
@@ -22,6 +26,25 @@ Tree = Any
 # (weights, x, context) -> ((y, share of the loss), statistics)
 Forward = Callable[[Tree, jax.Array, Tree], tuple[tuple[jax.Array, jax.Array], Tree]]
 
+# Equations that cost no more than reading what they read.
+_CHEAP = frozenset(
+    (
+        *("abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp"),
+        *("concatenate", "convert_element_type", "copy", "cos", "div", "eq"),
+        *("erf", "exp", "exp2", "expand_dims", "expm1", "floor", "ge", "gt"),
+        *("integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic"),
+        *("lt", "max", "min", "mul", "ne", "neg", "not", "or", "pad", "pow"),
+        *("reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"),
+        *("rem", "reshape", "rsqrt", "select_n", "sign", "sin", "slice", "sqrt"),
+        *("square", "squeeze", "stop_gradient", "sub", "tanh", "transpose"),
+        *("unstack", "xor"),
+    )
+)
+# Those that only move numbers.
+_LAYOUT = frozenset(
+    ("broadcast_in_dim", "expand_dims", "reshape", "squeeze", "transpose")
+)
+
 
 class StagePrograms:
     """The programs of one stage.
@@ -33,73 +56,170 @@ class StagePrograms:
     Attributes:
       saved: shapes of what the forward leaves for the backward.
       deferred: shapes of what Bi leaves for W.
+      early, late: the equations of Bi and of W.
     """
 
     def __init__(
         self, forward: Forward, *, weights: Tree, x: jax.ShapeDtypeStruct, context: Tree
     ):
-        self._recipe: list[tuple[str, Any]] = []
-        self._vjp_tree: Any = None
-        self._forward = _trace(
-            lambda *arguments: self._traced_forward(forward, *arguments),
-            (weights, x, context),
+        def with_residuals(weights, context, x):
+            (y, _), vjp, statistics = jax.vjp(
+                lambda w, x: forward(w, x, context), weights, x, has_aux=True
+            )
+            residuals, trees["vjp"] = jax.tree.flatten(vjp)
+            return y, statistics, residuals
+
+        def pull(residuals, dy):
+            vjp = jax.tree.unflatten(trees["vjp"], residuals)
+            dweights, dx = vjp((dy, jnp.ones((), jnp.float32)))
+            return dx, dweights
+
+        trees: dict[str, Any] = {}
+        traced = _trace(with_residuals, (weights, context, x))
+        jaxpr = traced.closed.jaxpr
+        given = len(jax.tree.leaves((weights, context)))
+        results = len(jax.tree.leaves(traced.shapes[:2]))
+        residuals = jaxpr.outvars[results:]
+        saved, again = choose_saved(jaxpr, given, residuals)
+        self.saved = list(map(_shape, saved))
+        outvars = [*jaxpr.outvars[:results], *saved]
+        self._forward = _Traced(
+            ClosedJaxpr(
+                jaxpr.replace(eqns=needed(jaxpr.eqns, outvars), outvars=outvars),
+                traced.closed.consts,
+            ),
+            (*traced.shapes[:2], self.saved),
         )
-        self.saved: list[jax.ShapeDtypeStruct] = self._forward.shapes[2]
-        backward = _trace(
-            self._traced_backward, (weights, context, self.saved, x), inline=True
+
+        def backward(weights, context, saved_values, dy):
+            flat = [*jax.tree.leaves((weights, context)), *saved_values]
+            invars = [*jaxpr.invars[:given], *saved]
+            remake = jaxpr.replace(invars=invars, eqns=again, outvars=residuals)
+            return pull(jax.core.eval_jaxpr(remake, traced.closed.consts, *flat), dy)
+
+        self._backward = _trace(backward, (weights, context, self.saved, x))
+        self._cut(given, len(again))
+
+    def _cut(self, given: int, remade: int) -> None:
+        """Divides the equations of the backward between Bi and W.
+
+        Args:
+          given: number of leaves of weights and context, which both have.
+          remade: the first equations, which make residuals again. They are all Bi's.
+        """
+        self._weights_tree = jax.tree.structure(self._backward.shapes[1])
+        jaxpr = self._backward.closed.jaxpr
+        dx, *dweights = jaxpr.outvars
+        wanted = needed(jaxpr.eqns, [dx, *dweights])
+        first = {id(equation) for equation in needed(jaxpr.eqns, [dx])}
+        first |= {id(equation) for equation in jaxpr.eqns[:remade]}
+        self.early = [equation for equation in wanted if id(equation) in first]
+        late = [equation for equation in wanted if id(equation) not in first]
+        always = {*jaxpr.constvars, *jaxpr.invars[:given]}
+        maker = {v: equation for equation in self.early for v in equation.outvars}
+        crossing: dict[Any, None] = {}
+        layout: list[Any] = []
+        made = {v for equation in late for v in equation.outvars}
+        todo = [*(v for equation in late for v in equation.invars), *dweights]
+        while todo:
+            v = todo.pop()
+            if isinstance(v, Literal) or v in made or v in always or v in crossing:
+                continue
+            source = maker.get(v)
+            if source is not None and source.primitive.name in _LAYOUT:
+                # The same numbers in two layouts would cross twice.
+                layout.append(source)
+                made.update(source.outvars)
+                todo += source.invars
+            else:
+                crossing[v] = None
+        self.late = [*reversed(layout), *late]
+        self.deferred = list(map(_shape, crossing))
+        self._inputs = jaxpr.replace(eqns=self.early, outvars=[dx, *crossing])
+        self._weights = jaxpr.replace(
+            invars=[*jaxpr.invars[:given], *crossing], eqns=self.late, outvars=dweights
         )
-        self.split = Split(backward, given=len(jax.tree.leaves((weights, context))))
-        self.deferred = self.split.deferred
 
     def forward(self, weights: Tree, x: jax.Array, context: Tree):
         """(y, statistics, what is to be stashed)."""
-        y, statistics, saved = self._forward(weights, x, context)
-        return y, statistics, saved
+        return self._forward(weights, context, x)
 
     def backward(self, weights: Tree, context: Tree, saved: list, dy: jax.Array):
         """B: (gradient of the input, gradients of the weights)."""
-        return self.split.whole(weights, context, saved, dy)
+        return self._backward(weights, context, saved, dy)
 
     def backward_inputs(self, weights: Tree, context: Tree, saved: list, dy: jax.Array):
         """Bi: (gradient of the input, what W needs)."""
-        return self.split.inputs(weights, context, saved, dy)
+        flat = jax.tree.leaves((weights, context, saved, dy))
+        out = jax.core.eval_jaxpr(self._inputs, self._backward.closed.consts, *flat)
+        return out[0], out[1:]
 
     def backward_weights(self, weights: Tree, context: Tree, deferred: list) -> Tree:
         """W: the gradients of the weights."""
-        return self.split.weights(weights, context, deferred)
+        flat = [*jax.tree.leaves((weights, context)), *deferred]
+        out = jax.core.eval_jaxpr(self._weights, self._backward.closed.consts, *flat)
+        return jax.tree.unflatten(self._weights_tree, out)
 
-    def _traced_forward(self, forward: Forward, weights, x, context):
-        (y, _), vjp, statistics = jax.vjp(
-            lambda w, x: forward(w, x, context), weights, x, has_aux=True
-        )
-        leaves, self._vjp_tree = jax.tree.flatten(vjp)
-        known = {id(leaf): ("weights", i) for i, leaf in _numbered(weights)}
-        known |= {id(leaf): ("context", i) for i, leaf in _numbered(context)}
-        saved: list[jax.Array] = []
-        self._recipe = []
-        for leaf in leaves:
-            if not isinstance(leaf, jax.core.Tracer):
-                self._recipe.append(("constant", leaf))
-                continue
-            if id(leaf) not in known:
-                known[id(leaf)] = ("saved", len(saved))
-                saved.append(leaf)
-            self._recipe.append(known[id(leaf)])
-        return y, statistics, saved
 
-    def _traced_backward(self, weights, context, saved, dy):
-        found = {
-            "weights": jax.tree.leaves(weights),
-            "context": jax.tree.leaves(context),
-            "saved": saved,
-        }
-        leaves = [
-            value if source == "constant" else found[source][value]
-            for source, value in self._recipe
-        ]
-        vjp = jax.tree.unflatten(self._vjp_tree, leaves)
-        dweights, dx = vjp((dy, jnp.ones((), jnp.float32)))
-        return dx, dweights
+def choose_saved(
+    jaxpr: Jaxpr, given: int, residuals: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Which values to keep so that all residuals can be had again cheaply.
+
+    Greedy, from the largest residual on: it is made again if cheap equations lead to it
+    from what is there, or from other values that are not larger than itself.
+
+    Args:
+      jaxpr: without calls.
+      given: number of its first arguments that are there again anyway.
+      residuals: variables of it, or literals.
+
+    Returns:
+      The variables to keep, and the equations that make the residuals out of them.
+    """
+    maker = {
+        v: equation
+        for equation in jaxpr.eqns
+        if equation.primitive.name in _CHEAP and not equation.effects
+        for v in equation.outvars
+    }
+    there = {*jaxpr.constvars, *jaxpr.invars[:given]}
+    wanted = dict.fromkeys(v for v in residuals if not isinstance(v, Literal))
+    saved = [v for v in wanted if v not in maker and v not in there]
+    there |= {*saved}
+    again: set[int] = set()
+    for residual in sorted(wanted, key=lambda v: -_bytes(v)):
+        path, ends = _way_back(residual, maker, there)
+        if sum(map(_bytes, ends)) <= _bytes(residual):
+            saved += ends
+            again |= {id(equation) for equation in path}
+            there |= {*ends, *(v for equation in path for v in equation.outvars)}
+        else:
+            saved.append(residual)
+            there.add(residual)
+    made = [equation for equation in jaxpr.eqns if id(equation) in again]
+    kept = {*saved}
+    # What a later choice keeps need not be made again.
+    made = [e for e in made if not kept.issuperset(e.outvars)]
+    return list(dict.fromkeys(saved)), made
+
+
+def _way_back(variable: Any, maker: dict[Any, Any], there: set[Any]):
+    """The cheap equations that lead to a variable, and the variables they start from
+    that are not there."""
+    path: dict[int, Any] = {}
+    ends: dict[Any, None] = {}
+    todo = [variable]
+    while todo:
+        v = todo.pop()
+        if isinstance(v, Literal) or v in there or v in ends:
+            continue
+        if v not in maker:
+            ends[v] = None
+        elif id(maker[v]) not in path:
+            path[id(maker[v])] = maker[v]
+            todo += maker[v].invars
+    return list(path.values()), list(ends)
 
 
 class _Traced:
@@ -114,66 +234,10 @@ class _Traced:
         return jax.tree.unflatten(jax.tree.structure(self.shapes), out)
 
 
-def _trace(function: Callable, arguments: tuple, *, inline: bool = False) -> _Traced:
+def _trace(function: Callable, arguments: tuple) -> _Traced:
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    if inline:
-        flat = jax.make_jaxpr(lambda *xs: _evaluate(closed.jaxpr, closed.consts, xs))
-        closed = flat(*jax.tree.leaves(arguments))
-    return _Traced(closed, shapes)
-
-
-class Split:
-    """The equations of a backward, cut in two.
-
-    Args:
-      traced: (weights, context, saved, dy) -> (dx, gradients of the weights).
-      given: number of leaves of weights and context, which both parts get.
-
-    Attributes:
-      early, late: the equations of Bi and of W.
-      deferred: shapes of the values between them.
-    """
-
-    def __init__(self, traced: _Traced, given: int):
-        self._traced = traced
-        self._weights_tree = jax.tree.structure(traced.shapes[1])
-        jaxpr = traced.closed.jaxpr
-        dx, *dweights = jaxpr.outvars
-        self.early = needed(jaxpr.eqns, [dx])
-        done = {id(equation) for equation in self.early}
-        late = needed(jaxpr.eqns, dweights)
-        self.late = [equation for equation in late if id(equation) not in done]
-        made_late = {v for equation in self.late for v in equation.outvars}
-        always = {*jaxpr.constvars, *jaxpr.invars[:given]}
-        read_late = [v for equation in self.late for v in equation.invars]
-        crossing = [
-            v
-            for v in dict.fromkeys(v for v in (*read_late, *dweights) if not _fixed(v))
-            if v not in made_late and v not in always
-        ]
-        shape = lambda v: jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)  # noqa: E731
-        self.deferred = list(map(shape, crossing))
-        self._inputs = jaxpr.replace(eqns=self.early, outvars=[dx, *crossing])
-        self._weights = jaxpr.replace(
-            invars=[*jaxpr.invars[:given], *crossing], eqns=self.late, outvars=dweights
-        )
-
-    def whole(self, *arguments) -> tuple[jax.Array, Tree]:
-        return self._traced(*arguments)
-
-    def inputs(self, *arguments) -> tuple[jax.Array, list[jax.Array]]:
-        flat = jax.tree.leaves(arguments)
-        out = jax.core.eval_jaxpr(self._inputs, self._traced.closed.consts, *flat)
-        return out[0], out[1:]
-
-    def weights(self, weights, context, deferred) -> Tree:
-        flat = [*jax.tree.leaves((weights, context)), *deferred]
-        out = jax.core.eval_jaxpr(self._weights, self._traced.closed.consts, *flat)
-        return jax.tree.unflatten(self._weights_tree, out)
-
-
-def _fixed(v: Any) -> bool:
-    return isinstance(v, Literal)
+    flat = jax.make_jaxpr(lambda *xs: _evaluate(closed.jaxpr, closed.consts, xs))
+    return _Traced(flat(*jax.tree.leaves(arguments)), shapes)
 
 
 def needed(equations: Sequence[Any], results: Iterable[Any]) -> list[Any]:
@@ -188,8 +252,12 @@ def needed(equations: Sequence[Any], results: Iterable[Any]) -> list[Any]:
     return kept[::-1]
 
 
-def _numbered(tree: Tree):
-    return enumerate(jax.tree.leaves(tree))
+def _shape(v: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+
+
+def _bytes(v: Any) -> int:
+    return v.aval.size * v.aval.dtype.itemsize
 
 
 def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list:
