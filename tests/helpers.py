@@ -98,17 +98,18 @@ def exacting_config() -> Config:
     )
 
 
-def mesh_of(data: int, expert: int) -> Mesh:
-    """A mesh over the first data * expert of the 8 devices."""
-    devices = np.asarray(jax.devices()[: data * expert]).reshape(data, expert, 1)
+def mesh_of(data: int, expert: int, pipe: int = 1) -> Mesh:
+    """A mesh over the first data * expert * pipe of the 8 devices."""
+    devices = np.asarray(jax.devices()[: data * expert * pipe])
+    devices = devices.reshape(data, expert, pipe)
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 @functools.lru_cache
-def setup_of(config: Config, data: int = 8, expert: int = 1) -> Setup:
-    """The setup of a configuration on data x expert devices."""
+def setup_of(config: Config, data: int = 8, expert: int = 1, pipe: int = 1) -> Setup:
+    """The setup of a configuration on data x expert x pipe devices."""
     vocab = vocab_size(config.data, config.model)
-    return Setup(config, mesh_of(data, expert), vocab)
+    return Setup(config, mesh_of(data, expert, pipe), vocab)
 
 
 @functools.lru_cache

@@ -26,6 +26,8 @@ Tree = Any
 # (weights, x, context) -> ((y, share of the loss), statistics)
 Forward = Callable[[Tree, jax.Array, Tree], tuple[tuple[jax.Array, jax.Array], Tree]]
 
+# Calls, and parts marked for recomputation; the names are those of several versions.
+_CALLS = frozenset(("jit", "pjit", "closed_call", "checkpoint", "remat", "remat2"))
 # Equations that cost no more than reading what they read.
 _CHEAP = frozenset(
     (
@@ -98,21 +100,26 @@ class StagePrograms:
             return pull(jax.core.eval_jaxpr(remake, traced.closed.consts, *flat), dy)
 
         self._backward = _trace(backward, (weights, context, self.saved, x))
-        self._cut(given, len(again))
+        self._cut(given)
 
-    def _cut(self, given: int, remade: int) -> None:
+    def _cut(self, given: int) -> None:
         """Divides the equations of the backward between Bi and W.
 
         Args:
           given: number of leaves of weights and context, which both have.
-          remade: the first equations, which make residuals again. They are all Bi's.
         """
         self._weights_tree = jax.tree.structure(self._backward.shapes[1])
         jaxpr = self._backward.closed.jaxpr
         dx, *dweights = jaxpr.outvars
         wanted = needed(jaxpr.eqns, [dx, *dweights])
         first = {id(equation) for equation in needed(jaxpr.eqns, [dx])}
-        first |= {id(equation) for equation in jaxpr.eqns[:remade]}
+        # What does not depend on dy makes residuals again: that is no work for W.
+        follow = {jaxpr.invars[-1]}
+        for equation in wanted:
+            if follow.isdisjoint(v for v in equation.invars if not _fixed(v)):
+                first.add(id(equation))
+            else:
+                follow.update(equation.outvars)
         self.early = [equation for equation in wanted if id(equation) in first]
         late = [equation for equation in wanted if id(equation) not in first]
         always = {*jaxpr.constvars, *jaxpr.invars[:given]}
@@ -123,7 +130,7 @@ class StagePrograms:
         todo = [*(v for equation in late for v in equation.invars), *dweights]
         while todo:
             v = todo.pop()
-            if isinstance(v, Literal) or v in made or v in always or v in crossing:
+            if _fixed(v) or v in made or v in always or v in crossing:
                 continue
             source = maker.get(v)
             if source is not None and source.primitive.name in _LAYOUT:
@@ -184,7 +191,7 @@ def choose_saved(
         for v in equation.outvars
     }
     there = {*jaxpr.constvars, *jaxpr.invars[:given]}
-    wanted = dict.fromkeys(v for v in residuals if not isinstance(v, Literal))
+    wanted = dict.fromkeys(v for v in residuals if not _fixed(v))
     saved = [v for v in wanted if v not in maker and v not in there]
     there |= {*saved}
     again: set[int] = set()
@@ -212,7 +219,7 @@ def _way_back(variable: Any, maker: dict[Any, Any], there: set[Any]):
     todo = [variable]
     while todo:
         v = todo.pop()
-        if isinstance(v, Literal) or v in there or v in ends:
+        if _fixed(v) or v in there or v in ends:
             continue
         if v not in maker:
             ends[v] = None
@@ -242,14 +249,18 @@ def _trace(function: Callable, arguments: tuple) -> _Traced:
 
 def needed(equations: Sequence[Any], results: Iterable[Any]) -> list[Any]:
     """The equations that the given variables depend on, in order."""
-    wanted = {v for v in results if not isinstance(v, Literal)}
+    wanted = {v for v in results if not _fixed(v)}
     kept = []
     for equation in reversed(equations):
         if wanted.isdisjoint(equation.outvars):
             continue
         kept.append(equation)
-        wanted |= {v for v in equation.invars if not isinstance(v, Literal)}
+        wanted |= {v for v in equation.invars if not _fixed(v)}
     return kept[::-1]
+
+
+def _fixed(v: Any) -> bool:
+    return isinstance(v, Literal)
 
 
 def _shape(v: Any) -> jax.ShapeDtypeStruct:
@@ -292,7 +303,7 @@ def _called(equation: Any) -> ClosedJaxpr | None:
     Recomputation needs no barrier here: its results were never kept, and the forward
     that first made them is in another tick.
     """
-    if equation.primitive.name not in ("jit", "pjit", "closed_call", "checkpoint"):
+    if equation.primitive.name not in _CALLS:
         return None
     inner = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
     return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
