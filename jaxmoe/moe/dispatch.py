@@ -119,7 +119,7 @@ def _weigh_rows_forward(rows, weights, index, inverse):
 
 def _weigh_rows_backward(residuals, cotangent):
     rows, weights, index, inverse = residuals
-    M, K = weights.shape
+    K = weights.shape[1]
     weight_R = _take(weights.reshape(-1), inverse)
     drows = _take(cotangent, inverse // K) * weight_R[:, None]  # M*K -> M: still none
     # One column at a time, as below: [M, K, D] would be written out.
@@ -159,9 +159,15 @@ def rows_capacity(assignments: int, num_slots: int, block: int) -> int:
 
 
 def choose_block(assignments: int, num_slots: int) -> int:
-    """Rows of a block: near the even share of a slot, a power of 2 in [8, 128]."""
-    share = max(1, assignments // num_slots)
-    return max(8, min(128, 1 << (share.bit_length() - 1)))
+    """Rows of a block: about 1/8 of the even share of a slot.
+
+    A power of 2 in [16, 64], or 8 where the share is below 16: products of fewer rows
+    are slow, and more waste rows at the end of a slot.
+    """
+    share = assignments // num_slots
+    if share < 16:
+        return 8
+    return max(16, min(64, 1 << ((share // 8).bit_length() - 1)))
 
 
 def dispatch(

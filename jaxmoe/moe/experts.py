@@ -3,12 +3,13 @@
 
 One contract, two implementations with the same numbers:
   ragged  products by `lax.ragged_dot`, for TPU and GPU;
-  blocks  a loop over the blocks of rows in use, each with the weights of its one
-          expert, for CPU, where XLA computes ragged_dot expert by expert over all rows.
-          Its derivative is written out: one loop for the inputs, one for the weights.
+  blocks  a loop over the slots in use, and in it one over blocks of the slot's rows,
+          for CPU, where XLA computes ragged_dot expert by expert over all rows.
+          Its derivative is written out. It keeps nothing but the rows: to compute again
+          what stands before the activation is as fast as to write and read it.
 
-Legend: R rows of this device, sorted by slot, b rows of a block; p slots, D width,
-F hidden width.
+Legend: R rows of this device, sorted by slot, b rows of a block or of several; p slots,
+D width, F hidden width.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from jaxtyping import Array, Float
 from jaxmoe.config import Model
 from jaxmoe.layers.linear import no_param, normal_param, zeros_param
 from jaxmoe.moe.dispatch import Layout
+
+_BLOCKS_AT_ONCE = 4  # as long as a slot has so many
 
 Weights = dict[str, jax.Array]  # up, gate, down, up_bias, down_bias: those there are
 
@@ -93,16 +96,18 @@ def _blocks(x_RD, weights: Weights, sizes_p, block: int):
 
 
 def _blocks_forward(x_RD, weights: Weights, sizes_p, block: int):
-    def of_slot(slot, first, end, y_RD):
+    parts = _part_sizes(x_RD.shape[0], block)
+
+    def of_slot(slot, first, rows, y_RD):
         w = _at(weights, slot)
 
-        def of_block(i, y_RD):
-            y_bD = _activate(_before(w, _rows(x_RD, i, block))) @ w["down"]
+        def of_part(start, size, y_RD):
+            y_bD = _activate(_before(w, _rows(x_RD, start, size))) @ w["down"]
             if "down_bias" in w:
                 y_bD += w["down_bias"][None]
-            return _write(y_RD, y_bD, i, block)
+            return _write(y_RD, y_bD, start)
 
-        return jax.lax.fori_loop(first, end, of_block, y_RD)
+        return _for_parts(parts, first, rows, of_part, y_RD)
 
     y_RD = _for_used_slots(sizes_p, block, of_slot, jnp.zeros_like(x_RD))
     return y_RD, (x_RD, weights, sizes_p)
@@ -110,14 +115,15 @@ def _blocks_forward(x_RD, weights: Weights, sizes_p, block: int):
 
 def _blocks_backward(block: int, residuals, dy_RD):
     x_RD, weights, sizes_p = residuals
+    parts = _part_sizes(x_RD.shape[0], block)
 
-    def of_slot(slot, first, end, carry):
+    def of_slot(slot, first, rows, carry):
         w = _at(weights, slot)
 
-        def of_block(i, carry):
-            # Each block of dy_RD gives way to that of dx_RD, once it has been read.
+        def of_part(start, size, carry):
+            # Rows of dy_RD give way to those of dx_RD, once they have been read.
             rows_RD, total = carry
-            x_bD, dy_bD = _rows(x_RD, i, block), _rows(rows_RD, i, block)
+            x_bD, dy_bD = _rows(x_RD, start, size), _rows(rows_RD, start, size)
             h_bF, pull = jax.vjp(_activate, _before(w, x_bD))
             dpre = pull(dy_bD @ w["down"].T)[0]
             dx_bD = sum(value @ w[name].T for name, value in dpre.items())
@@ -126,12 +132,12 @@ def _blocks_backward(block: int, residuals, dy_RD):
             if "up_bias" in w:
                 dw["up_bias"] = jnp.sum(dpre["up"], axis=0)
                 dw["down_bias"] = jnp.sum(dy_bD, axis=0)
-            return _write(rows_RD, dx_bD, i, block), jax.tree.map(jnp.add, total, dw)
+            return _write(rows_RD, dx_bD, start), jax.tree.map(jnp.add, total, dw)
 
         rows_RD, dweights = carry
-        # In float32: an expert has many blocks, and bfloat16 would lose the later ones.
+        # In float32: an expert has many parts, and bfloat16 would lose the later ones.
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), w)
-        rows_RD, dw = jax.lax.fori_loop(first, end, of_block, (rows_RD, zeros))
+        rows_RD, dw = _for_parts(parts, first, rows, of_part, (rows_RD, zeros))
         put = partial(jax.lax.dynamic_update_index_in_dim, index=slot, axis=0)
         dw = jax.tree.map(lambda total, a: total.astype(a.dtype), dw, w)
         return rows_RD, jax.tree.map(put, dweights, dw)
@@ -144,20 +150,49 @@ def _blocks_backward(block: int, residuals, dy_RD):
 _blocks.defvjp(_blocks_forward, _blocks_backward)
 
 
-def _for_used_slots(sizes_p: jax.Array, block: int, body: Callable, start: Any) -> Any:
-    """carry = body(slot, its first block, the end of its blocks, carry), over slots.
+def _for_used_slots(sizes_p: jax.Array, block: int, body: Callable, carry: Any) -> Any:
+    """carry = body(slot, its first row, its rows, carry), over the slots with rows.
 
-    Slots without rows are left out, so that their weights are not read.
+    The others are left out, so that their weights are not read.
     """
-    blocks_p = -(-sizes_p // block)
-    end_p = jnp.cumsum(blocks_p)
-    slots_p = jnp.argsort(blocks_p == 0, stable=True)  # those in use first
+    rows_p = -(-sizes_p // block) * block
+    first_p = jnp.cumsum(rows_p) - rows_p
+    slots_p = jnp.argsort(rows_p == 0, stable=True)  # those with rows first
 
     def step(n, carry):
         slot = slots_p[n]
-        return body(slot, end_p[slot] - blocks_p[slot], end_p[slot], carry)
+        return body(slot, first_p[slot], rows_p[slot], carry)
 
-    return jax.lax.fori_loop(0, jnp.sum(blocks_p > 0), step, start)
+    return jax.lax.fori_loop(0, jnp.sum(rows_p > 0), step, carry)
+
+
+def _part_sizes(rows: int, block: int) -> tuple[int, ...]:
+    """Rows of the parts in which those of a slot are taken.
+
+    Large products are faster per row; small ones waste fewer rows at the end.
+    """
+    large = _BLOCKS_AT_ONCE * block
+    return (large, block) if large <= rows else (block,)
+
+
+def _for_parts(
+    parts: tuple[int, ...],
+    first: jax.Array,
+    rows: jax.Array,
+    body: Callable,
+    carry: Any,
+) -> Any:
+    """carry = body(first row, size, carry), over one slot's rows: parts of the first
+    size as long as there are so many rows, then those of the next."""
+    for size in parts:
+        number = rows // size
+
+        def step(n, carry, first=first, size=size):
+            return body(first + n * size, size, carry)
+
+        carry = jax.lax.fori_loop(0, number, step, carry)
+        first, rows = first + number * size, rows - number * size
+    return carry
 
 
 def _before(w: Weights, x_bD: jax.Array) -> dict[str, jax.Array]:
@@ -174,11 +209,11 @@ def _at(weights: Weights, slot: jax.Array) -> Weights:
     return jax.tree.map(take, weights)
 
 
-def _rows(x: jax.Array, i: jax.Array, block: int) -> jax.Array:
-    """The rows of block i."""
-    return jax.lax.dynamic_slice_in_dim(x, i * block, block)
+def _rows(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    """`size` rows from `start` on."""
+    return jax.lax.dynamic_slice_in_dim(x, start, size)
 
 
-def _write(x: jax.Array, rows: jax.Array, i: jax.Array, block: int) -> jax.Array:
-    """x with other rows in block i."""
-    return jax.lax.dynamic_update_slice_in_dim(x, rows, i * block, axis=0)
+def _write(x: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
+    """x with other rows from `start` on."""
+    return jax.lax.dynamic_update_slice_in_dim(x, rows, start, axis=0)

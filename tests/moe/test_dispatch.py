@@ -137,10 +137,11 @@ def test_gradients_contain_no_scatter_of_rows():
 
 @pytest.mark.parametrize(
     ("assignments", "slots", "block"),
-    [(0, 4, 8), (1, 4, 8), (31, 2, 8), (32, 2, 16), (255, 4, 32), (10**6, 8, 128)],
+    [(0, 4, 8), (31, 2, 8), (32, 2, 16), (1023, 4, 16), (1024, 4, 32), (10**6, 8, 64)],
 )
-def test_block_is_a_power_of_2_at_most_the_even_share(assignments, slots, block):
-    """The largest power of 2 not above the share of a slot, held to [8, 128]."""
+def test_block_is_a_power_of_2_far_below_the_even_share(assignments, slots, block):
+    """The largest power of 2 not above 1/8 of a slot's share, held to [16, 64]; for
+    shares below 16 it is 8."""
     assert choose_block(assignments, slots) == block
 
 

@@ -19,18 +19,19 @@ from jaxmoe.moe.experts import Experts
 from tests import oracle
 
 D, F, SLOTS, BLOCK = 8, 12, 4, 8
-SIZES = np.array([3, 0, 17, 8])  # rows of a slot: part of a block, none, 3 blocks, one
-OF_BLOCK = np.array([0, 2, 2, 2, 3, 3, 3])  # two blocks more than are used
+# Rows of a slot: part of a block, none, 6 blocks (4 at once and 2), one.
+SIZES = np.array([3, 0, 45, 8])
+OF_BLOCK = np.array([0, 2, 2, 2, 2, 2, 2, 3, 3, 3])  # two blocks more than are used
 
 
 def layout():
     sizes = jnp.asarray(SIZES, jnp.int32)
-    return Layout(sizes, jnp.asarray(OF_BLOCK, jnp.int32), jnp.int32(5), BLOCK)
+    return Layout(sizes, jnp.asarray(OF_BLOCK, jnp.int32), jnp.int32(8), BLOCK)
 
 
 def real_rows():
     """(row, slot) of every row that a token stands in."""
-    starts = np.array([0, 8, 8, 32])
+    starts = np.array([0, 8, 8, 56])
     return [(starts[s] + i, s) for s in range(SLOTS) for i in range(SIZES[s])]
 
 
@@ -54,12 +55,9 @@ def make(activation="gelu", use_bias=True, dtype=jnp.float32):
 @jax.jit
 def blocks(weights, x_RD, dy_RD):
     """Value and derivatives (of the rows, of the weights) of the loop over blocks."""
-    at = layout()
 
     def apply(x_RD, weights):
-        return experts_lib._blocks(
-            x_RD, weights, at.slot_of_block, at.used_blocks, BLOCK
-        )
+        return experts_lib._blocks(x_RD, weights, layout().sizes_p, BLOCK)
 
     y_RD, pull = jax.vjp(apply, x_RD, weights)
     return y_RD, pull(dy_RD)
@@ -168,8 +166,8 @@ def test_bfloat16_weight_gradients_add_up_in_float32():
     def gradient(number):
         def total(weights):
             x_RD = jnp.tile(x_bD, (number, 1))
-            slots = jnp.zeros(number, jnp.int32)
-            y = experts_lib._blocks(x_RD, weights, slots, jnp.int32(number), BLOCK)
+            sizes = jnp.array([number * BLOCK, 0, 0, 0], jnp.int32)
+            y = experts_lib._blocks(x_RD, weights, sizes, BLOCK)
             return jnp.sum(y, dtype=jnp.float32)
 
         return jax.grad(total)(weights)
