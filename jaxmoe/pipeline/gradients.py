@@ -124,11 +124,12 @@ class PipelinedGradients:
         weights = [self._collect(params, places) for places in self.places]
         rows = [self._rows(buffers, places) for places in self.places]
         M = self.table.schedule.num_microbatches
-        parts = jax.tree.map(lambda x: x.reshape(-1, M, *x.shape[1:]), batch)
+        A = batch["tokens"].shape[0] // M
+        parts = jax.tree.map(lambda x: x.reshape(A, M, *x.shape[1:]), batch)
         one = partial(self._part, ends, weights, rows, target_tokens)
 
         sums, dends = self._zeros(weights, ends), _zeros_of(ends)
-        if batch["tokens"].shape[0] == M:
+        if A == 1:
             sums, dends = one((sums, dends), jax.tree.map(lambda x: x[0], parts))
         else:
             (sums, dends), _ = jax.lax.scan(
