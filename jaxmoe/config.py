@@ -20,6 +20,7 @@ from jaxmoe.config_base import mistake, near, option
 
 Auto = Literal["auto"]
 
+MOST_LAYERS = 10_000
 DIGITS_IMAGES = 1797  # in scikit-learn's set of handwritten digits
 DIGITS_PIXELS = 8  # along the side of an image
 
@@ -55,7 +56,7 @@ class Mesh:
 class Model:
     """The M6 stack: one Transformer that is encoder and decoder at once."""
 
-    num_layers: int = option(4, "Transformer layers", low=1, high=10_000)
+    num_layers: int = option(4, "Transformer layers", low=1, high=MOST_LAYERS)
     width: int = option(64, "model width", low=1)
     num_heads: int = option(2, "attention heads", low=1)
     head_dim: int | Auto = option(

@@ -7,21 +7,24 @@ needs no devices; ``check_mesh`` is called again once their number is known.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 
 from jaxmoe import config_base as base
 from jaxmoe.config import (
     DIGITS_PIXELS,
+    MOST_LAYERS,
     Config,
     Model,
     MoE,
+    Pipeline,
     group_tokens,
     layer_kinds,
     microbatches,
     pipeline_microbatches,
 )
-from jaxmoe.config_base import check_multiple, mistake, near
+from jaxmoe.config_base import ConfigError, check_multiple, mistake, near
 from jaxmoe.pipeline.schedule import check_numbers
 
 
@@ -42,11 +45,16 @@ def check(config: Config) -> None:
     _check_data(config)
     base.check_tokenizer_spec(config.data.tokenizer)
     base.check_run_folder(config.train.init_from)
-    mesh = config.mesh
+    mesh, pipe = config.mesh, config.mesh.pipe
     # An 'auto' size may still become anything: only what is given is checked.
     expert = mesh.expert_nodes if mesh.expert == "auto" else mesh.expert
-    sizes = [1 if n == "auto" else n for n in (mesh.data, expert, mesh.pipe)]
+    if pipe == "auto":
+        # A number of microbatches that the fewest ranks cannot use is never used.
+        given = config.pipeline.microbatches != "auto"
+        pipe = 2 if given and config.model.num_layers > 1 else 1
+    sizes = [1 if n == "auto" else n for n in (mesh.data, expert, pipe)]
     check_mesh(config, *sizes)
+    _check_without_pipeline(config, *sizes)
 
 
 def check_mesh(config: Config, data: int, expert: int, pipe: int) -> None:
@@ -57,7 +65,7 @@ def check_mesh(config: Config, data: int, expert: int, pipe: int) -> None:
     """
     model, moe, batch = config.model, config.moe, config.data.batch_size
     if pipe > 1:
-        _check_pipeline(config, pipe)
+        _check_pipeline(config, data, expert, pipe)
     routed = "moe" in layer_kinds(model)
     if routed:
         step, low = _experts_step(moe)
@@ -76,19 +84,28 @@ def check_mesh(config: Config, data: int, expert: int, pipe: int) -> None:
     mesh = f"(Mesh.data={data} x Mesh.expert={expert})"
     cut = f"Train.accumulation={config.train.accumulation}"
     if pipe > 1:
-        cut += f" / {parts // config.train.accumulation} microbatches of the pipeline"
+        asked = config.pipeline.microbatches
+        cut += f" / Pipeline.microbatches={asked!r}"
+        if asked == "auto":
+            count = pipeline_microbatches(config.pipeline, pipe)
+            cut += f" ({count} with Mesh.pipe={pipe})"
     if batch % (parts * shards):
-        rows = batch // parts
+        remedy = f"Set Data.batch_size={near(batch, parts * shards * rows_per_group)}"
+        rows = 0 if batch % parts else batch // parts
+        if pipe > 1:
+            fits = _fitting_microbatches(config, pipe, shards * rows_per_group)
+            if fits:
+                best = base.closest(fits, parts // config.train.accumulation)
+                remedy += f", or Pipeline.microbatches={base.choice(best)}"
         fits = [n for n in base.all_divisors(rows) if rows // n % rows_per_group == 0]
-        other = (
-            f", or Mesh.data x Mesh.expert = {base.choice(base.closest(fits, shards))}"
-        )
+        if fits:
+            best = base.closest(fits, shards)
+            remedy += f", or Mesh.data x Mesh.expert = {base.choice(best)}"
         raise mistake(
             f"Data.batch_size={batch} / {cut} sequences cannot be split over {mesh}"
             " devices",
             f"the batch must be a multiple of {parts} x {shards} = {parts * shards}",
-            f"Set Data.batch_size={near(batch, parts * shards * rows_per_group)}"
-            + (other if fits else ""),
+            remedy,
         )
     rows = batch // parts // shards
     if rows % rows_per_group:
@@ -103,22 +120,94 @@ def check_mesh(config: Config, data: int, expert: int, pipe: int) -> None:
         )
 
 
-def _check_pipeline(config: Config, pipe: int) -> None:
-    schedule = config.pipeline.schedule
-    check_numbers(
-        schedule,
-        pipe,
-        pipeline_microbatches(config.pipeline, pipe),
-        ranks_name="Mesh.pipe",
-        microbatches_name="Pipeline.microbatches",
-    )
-    layers = config.model.num_layers
+def _check_pipeline(config: Config, data: int, expert: int, pipe: int) -> None:
+    pipeline, model = config.pipeline, config.model
+    layers = model.num_layers
+
+    def passes(label: str, value: int | str) -> bool:
+        ranks, changed = pipe, pipeline
+        if label == "Mesh.pipe":
+            ranks = int(value)
+        else:
+            field = label.removeprefix("Pipeline.")
+            changed = dataclasses.replace(pipeline, **{field: value})
+        with contextlib.suppress(ConfigError):
+            other = dataclasses.replace(config, pipeline=changed)
+            check_mesh(other, data, expert, ranks)
+            return True
+        return False
+
     if layers < pipe:
+        # The pattern's period divides `layers`: one of the next so many is filled.
+        deeper = range(pipe, min(pipe + layers, MOST_LAYERS + 1))
+        fits = [f"Model.num_layers={n}" for n in deeper if _fills(model, n)][:1]
+        fewer = [n for n in range(layers, 1, -1) if _schedulable(pipeline, n)]
+        best = next((n for n in fewer if passes("Mesh.pipe", n)), None)
+        usual = 1 if pipeline == Pipeline() else "auto"
+        fits.append(f"Mesh.pipe={best or usual!r}")
         raise mistake(
             f"Mesh.pipe={pipe} is more than Model.num_layers={layers}",
             "a rank of the pipeline holds at least one layer",
-            f"Set Model.num_layers={pipe} or more, or Mesh.pipe={layers} or less",
+            f"Set {', or '.join(fits)}",
         )
+    odd = pipeline.schedule == "dualpipe" and pipe % 2
+    other = odd and passes("Pipeline.schedule", "dualpipev")
+    check_numbers(
+        pipeline.schedule,
+        pipe,
+        pipeline_microbatches(pipeline, pipe),
+        ranks_name="Mesh.pipe",
+        microbatches_name="Pipeline.microbatches",
+        other="Pipeline.schedule='dualpipev'" if other else "",
+        passes=passes,
+    )
+
+
+def _check_without_pipeline(config: Config, data: int, expert: int, pipe: int) -> None:
+    """With one rank, what is set for a pipeline has no effect."""
+    names = [field.name for field in dataclasses.fields(Pipeline)]
+    pairs = [(n, getattr(config.pipeline, n), getattr(Pipeline, n)) for n in names]
+    pairs = [pair for pair in pairs if pair[1] != pair[2]]
+    if pipe > 1 or config.mesh.pipe == "auto" or not pairs:
+        return
+    given = " and ".join(f"Pipeline.{name}={value!r}" for name, value, _ in pairs)
+    unset = " and ".join(f"Pipeline.{name}={usual!r}" for name, _, usual in pairs)
+    remedy = f"Set {unset}"
+    with contextlib.suppress(ConfigError):
+        check_mesh(config, data, expert, 2)
+        remedy += ", or Mesh.pipe=2"
+    raise mistake(
+        f"{given} {'has' if len(pairs) == 1 else 'have'} no effect with Mesh.pipe=1",
+        "one rank is no pipeline",
+        remedy,
+    )
+
+
+def _schedulable(pipeline: Pipeline, ranks: int) -> bool:
+    """Whether the schedule exists for so many ranks and its microbatches."""
+    with contextlib.suppress(ConfigError):
+        count = pipeline_microbatches(pipeline, ranks)
+        check_numbers(pipeline.schedule, ranks, count)
+        return True
+    return False
+
+
+def _fitting_microbatches(config: Config, pipe: int, rows: int) -> list[int]:
+    """The values of Pipeline.microbatches that leave multiples of so many sequences."""
+    batch, step = config.data.batch_size, config.train.accumulation * rows
+    fits = [] if batch % step else base.all_divisors(batch // step)
+    return [
+        n
+        for n in fits
+        if _schedulable(dataclasses.replace(config.pipeline, microbatches=n), pipe)
+    ]
+
+
+def _fills(model: Model, layers: int) -> bool:
+    """Whether the layer pattern fills so many layers."""
+    with contextlib.suppress(ConfigError):
+        return bool(layer_kinds(dataclasses.replace(model, num_layers=layers)))
+    return False
 
 
 def _check_model(model: Model) -> None:

@@ -10,9 +10,9 @@ The batch is split over (data, expert); expert weights over `expert`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
+import re
 
 import jax
 import numpy as np
@@ -99,13 +99,23 @@ def resolve_sizes(config: Config, num_devices: int) -> Sizes:
     Raises:
       ConfigError: naming the devices found and the sizes that would fit.
     """
+    if config.mesh.pipe != "auto":
+        return _resolve(config, config.mesh.pipe, num_devices)
+    why = "fewer than 8 devices"
+    if num_devices >= 8:
+        try:
+            return _resolve(config, 2, num_devices)
+        except ConfigError as error:
+            why = re.split(r": |\. ", str(error))[0]
+    sizes = _resolve(config, 1, num_devices)
+    if config.pipeline == config_lib.Pipeline():
+        return sizes
+    return dataclasses.replace(sizes, reason=f"{sizes.reason}, no pipeline: {why}")
+
+
+def _resolve(config: Config, pipe: int, num_devices: int) -> Sizes:
+    """As `resolve_sizes`, with so many ranks of the pipeline."""
     mesh = config.mesh
-    if mesh.pipe == "auto":
-        with contextlib.suppress(ConfigError):
-            if num_devices >= 8:
-                return resolve_sizes(_with_pipe(config, 2), num_devices)
-        return resolve_sizes(_with_pipe(config, 1), num_devices)
-    pipe = mesh.pipe
     fixed = {"data": mesh.data, "expert": mesh.expert, "pipe": pipe}
     product = math.prod(n for n in fixed.values() if n != "auto")
     if num_devices % product or (
@@ -133,11 +143,6 @@ def resolve_sizes(config: Config, num_devices: int) -> Sizes:
     sizes = Sizes(data, expert, pipe, reason)
     config_checks.check_mesh(config, data, expert, pipe)
     return sizes
-
-
-def _with_pipe(config: Config, pipe: int) -> Config:
-    mesh = dataclasses.replace(config.mesh, pipe=pipe)
-    return dataclasses.replace(config, mesh=mesh)
 
 
 def make_mesh(sizes: Sizes) -> jax.sharding.Mesh:

@@ -4,11 +4,13 @@
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxmoe import cli
 from jaxmoe.config import Config, ConfigError, Data, Model, MoE, Train
 from jaxmoe.config_checks import check, check_mesh
 from jaxmoe.config_values import FIELDS
@@ -143,11 +145,6 @@ MISTAKES = [
         " or 'auto'.",
     ),
     (
-        {"Model__num_layers": 6, "Mesh__pipe": 4},
-        "Mesh.pipe=4 cannot split Model.num_layers=6 layers: this version has no"
-        " pipeline, so every device holds all layers. Set Mesh.pipe=1.",
-    ),
-    (
         {"Data__batch_size": 10, "Mesh__data": 4},
         "Data.batch_size=10 / Train.accumulation=1 sequences cannot be split over"
         " (Mesh.data=4 x Mesh.expert=1) devices: the batch must be a multiple of"
@@ -255,11 +252,213 @@ MISTAKES = [
 ]
 
 
+# The same of pipelines. Here every value that a message proposes passes all checks.
+TOO_FEW = (
+    "Pipeline.microbatches={} is too small for Mesh.pipe=4: {} needs at least two"
+    " microbatches per rank, 8. Set Pipeline.microbatches={}."
+)
+NOT_EVEN = (
+    "Pipeline.microbatches=9 is odd: dualpipe feeds one half of the microbatches at"
+    " each end, and needs at least 8 for Mesh.pipe=4. Set Pipeline.microbatches="
+)
+ODD = (
+    "Mesh.pipe=3 is odd: dualpipe pairs rank r with rank R-1-r, so the number must be"
+    " even. Set Mesh.pipe="
+)
+TOO_DEEP = "a rank of the pipeline holds at least one layer. Set Model.num_layers="
+BATCH = "sequences cannot be split over (Mesh.data={} x Mesh.expert=1) devices: the"
+PIPELINE_MISTAKES = [
+    (
+        {"Mesh__pipe": 3, "Data__batch_size": 48},
+        ODD + "2 or 4, or Pipeline.schedule='dualpipev'.",
+    ),
+    ({"Mesh__pipe": 3}, ODD + "2 or 4."),  # dualpipev: 64 sequences / 6 microbatches
+    (  # 4 would be more than there are layers, or than the microbatches allow
+        {"Mesh__pipe": 3, "Data__batch_size": 48, "Model__num_layers": 3},
+        ODD + "2, or Pipeline.schedule='dualpipev'.",
+    ),
+    (
+        {"Mesh__pipe": 3, "Data__batch_size": 48, "Pipeline__microbatches": 6},
+        ODD + "2, or Pipeline.schedule='dualpipev'.",
+    ),
+    (
+        {"Mesh__pipe": 4, "Pipeline__microbatches": 1},
+        TOO_FEW.format(1, "dualpipe", 8),
+    ),
+    (
+        {"Mesh__pipe": 4, "Pipeline__microbatches": 6},
+        TOO_FEW.format(6, "dualpipe", 8),
+    ),
+    (
+        {"Mesh__pipe": 4, "Pipeline__microbatches": 6, "Data__batch_size": 48},
+        TOO_FEW.format(6, "dualpipe", "8, or Mesh.pipe=2"),
+    ),
+    (
+        {"Mesh__pipe": 4, "Pipeline__microbatches": 6, "Data__batch_size": 60},
+        TOO_FEW.format(6, "dualpipe", "10, or Mesh.pipe=2"),
+    ),
+    (
+        {"Mesh__pipe": 4, "Pipeline__microbatches": 7},
+        TOO_FEW.format(7, "dualpipe", 8),
+    ),
+    (
+        {
+            "Mesh__pipe": 4,
+            "Pipeline__microbatches": 4,
+            "Pipeline__schedule": "dualpipev",
+        },
+        TOO_FEW.format(4, "dualpipev", "8, or Mesh.pipe=2"),
+    ),
+    ({"Mesh__pipe": 4, "Pipeline__microbatches": 9}, NOT_EVEN + "8 or 16."),
+    (
+        {"Mesh__pipe": 4, "Pipeline__microbatches": 9, "Data__batch_size": 80},
+        NOT_EVEN + "8 or 10.",
+    ),
+    (
+        {"Pipeline__microbatches": 3},  # too few for any number of ranks
+        "Pipeline.microbatches=3 is too small for Mesh.pipe=2: dualpipe needs at least"
+        " two microbatches per rank, 4. Set Pipeline.microbatches=4.",
+    ),
+    (
+        {"Mesh__pipe": 8},
+        f"Mesh.pipe=8 is more than Model.num_layers=4: {TOO_DEEP}8, or Mesh.pipe=4.",
+    ),
+    (  # an even number of ranks; the pattern repeated
+        {
+            "Mesh__pipe": 4,
+            "Model__num_layers": 3,
+            "Model__layer_pattern": "dense,moe*2",
+        },
+        f"Mesh.pipe=4 is more than Model.num_layers=3: {TOO_DEEP}6, or Mesh.pipe=2.",
+    ),
+    (
+        {"Mesh__pipe": 2, "Model__num_layers": 1},
+        f"Mesh.pipe=2 is more than Model.num_layers=1: {TOO_DEEP}2, or Mesh.pipe=1.",
+    ),
+    (
+        {"Mesh__pipe": 2, "Model__num_layers": 1, "Pipeline__schedule": "1f1b"},
+        f"Mesh.pipe=2 is more than Model.num_layers=1: {TOO_DEEP}2, or"
+        " Mesh.pipe='auto'.",
+    ),
+    (
+        {"Mesh__pipe": 2**31 - 1},  # more than any model has layers
+        "Mesh.pipe=2147483647 is more than Model.num_layers=4: a rank of the pipeline"
+        " holds at least one layer. Set Mesh.pipe=4.",
+    ),
+    (
+        {"Mesh__pipe": 2, "Data__batch_size": 10},
+        "Data.batch_size=10 / Train.accumulation=1 / Pipeline.microbatches='auto' (4"
+        f" with Mesh.pipe=2) {BATCH.format(1)} batch must be a multiple of 4 x 1 = 4."
+        " Set Data.batch_size=8 or 12, or Pipeline.microbatches=10.",
+    ),
+    (
+        {
+            "Mesh__pipe": 2,
+            "Data__batch_size": 8,
+            "Pipeline__microbatches": 3,
+            "Pipeline__schedule": "1f1b",
+        },
+        "Data.batch_size=8 / Train.accumulation=1 / Pipeline.microbatches=3"
+        f" {BATCH.format(1)} batch must be a multiple of 3 x 1 = 3. Set"
+        " Data.batch_size=6 or 9, or Pipeline.microbatches=1, 2, 4 or 8.",
+    ),
+    (  # whole routing groups of two sequences, and an even number of microbatches
+        {
+            "Mesh__pipe": 2,
+            "Mesh__data": 2,
+            "Data__batch_size": 96,
+            "MoE__group_tokens": 96,
+            "Train__accumulation": 2,
+            "Pipeline__microbatches": 10,
+        },
+        "Data.batch_size=96 / Train.accumulation=2 / Pipeline.microbatches=10"
+        f" {BATCH.format(2)} batch must be a multiple of 20 x 2 = 40. Set"
+        " Data.batch_size=80 or 160, or Pipeline.microbatches=4, 6 or 12.",
+    ),
+    (
+        {"Mesh__pipe": 2, "Mesh__data": 4, "Data__batch_size": 8},
+        "Data.batch_size=8 / Train.accumulation=1 / Pipeline.microbatches='auto' (4"
+        f" with Mesh.pipe=2) {BATCH.format(4)} batch must be a multiple of 4 x 4 = 16."
+        " Set Data.batch_size=16, or Mesh.data x Mesh.expert = 1 or 2.",
+    ),
+    (
+        {"Mesh__pipe": 1, "Pipeline__schedule": "zb_h1"},
+        "Pipeline.schedule='zb_h1' has no effect with Mesh.pipe=1: one rank is no"
+        " pipeline. Set Pipeline.schedule='dualpipe', or Mesh.pipe=2.",
+    ),
+    (
+        {"Mesh__pipe": 1, "Pipeline__microbatches": 3},  # nor could 2 ranks use it
+        "Pipeline.microbatches=3 has no effect with Mesh.pipe=1: one rank is no"
+        " pipeline. Set Pipeline.microbatches='auto'.",
+    ),
+    (
+        {"Mesh__pipe": 1, "Pipeline__schedule": "1f1b", "Pipeline__microbatches": 3},
+        "Pipeline.schedule='1f1b' and Pipeline.microbatches=3 have no effect with"
+        " Mesh.pipe=1: one rank is no pipeline. Set Pipeline.schedule='dualpipe' and"
+        " Pipeline.microbatches='auto'.",
+    ),
+]
+MISTAKES += PIPELINE_MISTAKES
+
+
 @pytest.mark.parametrize(
     "values, expected", MISTAKES, ids=["-".join(values) for values, _ in MISTAKES]
 )
 def test_message(values, expected):
     assert message(changed(**values)) == expected
+
+
+def better(config: Config, text: str) -> Iterator[tuple[str, Config]]:
+    """The configuration with each single value that a message proposes."""
+    remedy = (
+        text.rpartition(". Set ")[2].removesuffix(".").replace(" (the default)", "")
+    )
+    name = ""
+    for word in re.split(r",? or |, ", remedy):
+        new_name, equals, value = word.rpartition("=")
+        name = new_name if equals else name
+        if not re.fullmatch(r"\w+\.\w+", name) or value in ("less", "more"):
+            continue
+        words = {"True": True, "False": False}
+        new = int(value) if value.isdigit() else words.get(value, value.strip("'"))
+        section, field = name.lower().split(".")
+        part = dataclasses.replace(getattr(config, section), **{field: new})
+        yield word, dataclasses.replace(config, **{section: part})
+
+
+@pytest.mark.parametrize(
+    "values, expected",
+    PIPELINE_MISTAKES,
+    ids=["-".join(values) for values, _ in PIPELINE_MISTAKES],
+)
+def test_a_remedy_of_a_pipeline_passes(values, expected):
+    """Each alone, and not only the check that complained."""
+    found = list(better(changed(**values), expected))
+    assert found or " and Pipeline." in expected
+    for word, config in found:
+        assert message(config) == "", word
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "Mesh.pipe=3",
+        "Mesh.pipe=4 Pipeline.microbatches=6",
+        "Mesh.pipe=4 Pipeline.microbatches=7",
+        "Mesh.pipe=2 Data.batch_size=10",
+        "Mesh.pipe=8",
+        "Mesh.pipe=1 Pipeline.schedule='1f1b'",
+    ],
+)
+def test_a_wrong_pipeline_exits_with_2(options, capsys):
+    """On the command line, in one message, before anything is compiled or written."""
+    arguments = [f"--gin.{option}" for option in options.split()]
+    assert cli.main(["train", *arguments]) == cli.EXIT_MISTAKE
+    out, error = capsys.readouterr()
+    assert not out
+    assert error.startswith("jaxmoe: ")
+    assert len(error.splitlines()) == 1
+    assert all(option.partition("=")[0] in error for option in options.split())
 
 
 def test_existing_files_pass(tmp_path):
@@ -286,6 +485,20 @@ def test_existing_files_pass(tmp_path):
         {"Data__source": "text", "Model__patch_dim": 2048},
         {"Train__steps": 0, "Data__caption_weight": 0.0, "Model__patch_dim": 4},
         {"Data__patch_size": 4, "Model__num_patches": 4, "Model__patch_dim": 16},
+        {"Mesh__pipe": 1},
+        {"Mesh__pipe": 4},
+        {"Mesh__pipe": 4, "Pipeline__microbatches": 8},
+        {"Mesh__pipe": 4, "Pipeline__schedule": "1f1b", "Pipeline__microbatches": 1},
+        {"Mesh__pipe": 3, "Pipeline__schedule": "gpipe", "Data__batch_size": 6},
+        {"Mesh__pipe": 3, "Pipeline__schedule": "dualpipev", "Data__batch_size": 6},
+        {"Mesh__pipe": 4, "Pipeline__schedule": "dualpipev"},  # half of it is empty
+        {"Mesh__pipe": 4, "Model__num_layers": 6},  # uneven: all layers run
+        {"Mesh__pipe": 4, "Model__num_layers": 7},
+        {"Mesh__pipe": 2, "Model__num_layers": 7},
+        # 'auto' ranks: a pipeline or not, as the devices are
+        {"Pipeline__schedule": "zb_h1"},
+        {"Pipeline__schedule": "dualpipev", "Pipeline__microbatches": 4},
+        {"Pipeline__microbatches": 4, "Model__num_layers": 1},
     ],
     ids=str,
 )
@@ -302,8 +515,12 @@ def test_check_mesh_sees_the_resolved_sizes():
         check_mesh(config, 2, 2, 1)
     with pytest.raises(ConfigError, match=r"Mesh\.expert=3"):
         check_mesh(config, 1, 3, 1)
-    with pytest.raises(ConfigError, match=r"Mesh\.pipe=2 .* Model\.num_layers=4"):
-        check_mesh(config, 1, 2, 2)
+    with pytest.raises(ConfigError, match=r"Mesh\.pipe=5 .* Model\.num_layers=4"):
+        check_mesh(config, 1, 2, 5)
+    with pytest.raises(
+        ConfigError, match=r"1536 does not divide .* 768 = .*'auto' \(4"
+    ):
+        check_mesh(config, 1, 1, 2)
 
 
 # Values of which any few fit together, and others.
@@ -315,6 +532,7 @@ FITTING = {
     "Train__accumulation": st.sampled_from([1, 2]),
     "Mesh__data": st.sampled_from(["auto", 1, 2]),
     "Mesh__expert": st.sampled_from(["auto", 1, 2, 4, 8]),
+    "Mesh__pipe": st.sampled_from(["auto", 1, 2, 4]),
     "Model__num_heads": st.sampled_from([1, 2, 4, 8]),
 }
 OTHER = {
@@ -326,7 +544,10 @@ OTHER = {
     "Train__accumulation": st.integers(1, 12),
     "Mesh__data": st.integers(1, 12),
     "Mesh__expert": st.integers(1, 12),
-    "Mesh__pipe": st.integers(2, 4),
+    "Mesh__pipe": st.integers(2, 8),
+    "Pipeline__schedule": st.sampled_from(FIELDS["Pipeline.schedule"].choices),
+    "Pipeline__microbatches": st.integers(1, 20),
+    "Model__num_layers": st.integers(1, 6),
     "Model__num_heads": st.integers(1, 12),
     "Model__sequence_length": st.integers(2, 60),
     "Model__num_patches": st.integers(0, 20),
@@ -362,23 +583,11 @@ def test_the_remedies_work():
     @settings(max_examples=600)
     @given(sizes())
     def remedies(config):
-        text, name = message(config), ""
+        text = message(config)
         facts.append(fact(text))
-        remedy = (
-            text.rpartition(". Set ")[2].removesuffix(".").replace(" (the default)", "")
-        )
-        for word in re.split(r",? or |, ", remedy):
-            new_name, equals, value = word.rpartition("=")
-            name = new_name if equals else name
-            if not re.fullmatch(r"\w+\.\w+", name) or value in ("less", "more"):
-                continue
-            words = {"True": True, "False": False}
-            new = int(value) if value.isdigit() else words.get(value, value.strip("'"))
-            section, field = name.split(".")
-            old_part = getattr(config, section.lower())
-            part = dataclasses.replace(old_part, **{field: new})
-            better = message(dataclasses.replace(config, **{section.lower(): part}))
-            assert fact(text) != fact(better), f"{text}\n{name}={new}\n{better}"
+        for word, other in better(config, text):
+            now = message(other)
+            assert fact(text) != fact(now), f"{text}\n{word}\n{now}"
 
     remedies()
     # Neither only right ones, nor a few mistakes that hide all the others.

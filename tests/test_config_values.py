@@ -236,8 +236,8 @@ REFUSED = [
     ),
     (
         "Foo.bar=1",
-        "Foo.bar {} " + UNKNOWN + ". Write a field of Mesh, Model, MoE, Optimizer,"
-        " Data, Checkpoint or Train.",
+        "Foo.bar {} " + UNKNOWN + ". Write a field of Mesh, Model, MoE, Pipeline,"
+        " Optimizer, Data, Checkpoint or Train.",
     ),
     (
         "Checkpoint.zzz=1",

@@ -12,6 +12,7 @@ FLOORS = (
         *("xla_options", "config", "config_base", "config_checks", "config_values"),
         *("gin_config", "pipeline.schedule", "pipeline.schedule_file"),
         *("pipeline.simulate", "pipeline.search", "pipeline.lower", "pipeline.draw"),
+        "pipeline.partition",
     ),
     ("mesh", "sharding", "tree_names"),
     ("layers.*", "moe.*"),

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the configuration to a mesh: chosen sizes, and mistakes with a remedy."""
 
+import dataclasses
 import os
+import re
 import subprocess
 import sys
 
@@ -10,15 +12,17 @@ import pytest
 from jax.sharding import AxisType
 
 from jaxmoe import mesh as mesh_lib
-from jaxmoe.config import Config, ConfigError, Data, Mesh, MoE
+from jaxmoe.config import Config, ConfigError, Data, Mesh, Model, MoE, Pipeline
 from jaxmoe.mesh import Sizes, make_mesh, resolve_sizes, single_device_mesh
 from tests.helpers import ROOT
 
 
-def config_of(*, experts=8, batch_size=64, **mesh):
+def config_of(*, experts=8, batch_size=64, layers=4, pipeline=None, **mesh):
     return Config(
         mesh=Mesh(**mesh),
+        model=Model(num_layers=layers, layer_pattern="moe"),
         moe=MoE(num_experts=experts),
+        pipeline=Pipeline(**(pipeline or {})),
         data=Data(batch_size=batch_size),
     )
 
@@ -26,33 +30,61 @@ def config_of(*, experts=8, batch_size=64, **mesh):
 @pytest.mark.parametrize(
     ("devices", "experts", "given", "want"),
     [
-        (8, 8, {}, (2, 4)),
-        (8, 4, {}, (2, 4)),
-        (8, 6, {}, (4, 2)),  # 4 does not divide 6
-        (8, 7, {}, (8, 1)),
-        (1, 8, {}, (1, 1)),
-        (2, 8, {}, (2, 1)),
-        (4, 8, {}, (2, 2)),
-        (6, 9, {}, (2, 3)),
-        (8, 8, {"data": 8}, (8, 1)),
-        (8, 8, {"data": 2}, (2, 4)),
-        (8, 8, {"data": 1}, (1, 8)),  # the experts take all that is left
-        (8, 8, {"expert": 8}, (1, 8)),
-        (8, 8, {"expert": 1}, (8, 1)),
-        (8, 8, {"data": 4, "expert": 2}, (4, 2)),
-        (8, 8, {"data": 4, "expert": 2, "pipe": 1}, (4, 2)),
+        (8, 8, {}, (2, 2, 2)),
+        (8, 4, {}, (2, 2, 2)),
+        (8, 6, {}, (2, 2, 2)),
+        (8, 7, {}, (4, 1, 2)),
+        (1, 8, {}, (1, 1, 1)),
+        (2, 8, {}, (2, 1, 1)),
+        (4, 8, {}, (2, 2, 1)),
+        (6, 9, {}, (2, 3, 1)),
+        (8, 8, {"pipe": 1}, (2, 4, 1)),
+        (8, 6, {"pipe": 1}, (4, 2, 1)),  # 4 does not divide 6
+        (8, 7, {"pipe": 1}, (8, 1, 1)),
+        (8, 8, {"pipe": 4}, (2, 1, 4)),
+        (4, 8, {"pipe": 4}, (1, 1, 4)),
+        (9, 9, {"pipe": 1}, (3, 3, 1)),
+        (8, 8, {"data": 8}, (8, 1, 1)),  # no device is left for the pipeline
+        (8, 8, {"data": 2}, (2, 2, 2)),
+        (8, 8, {"data": 1}, (1, 4, 2)),  # the experts take all that is left
+        (8, 8, {"expert": 8}, (1, 8, 1)),
+        (8, 8, {"expert": 1}, (4, 1, 2)),
+        (8, 8, {"data": 4, "expert": 2}, (4, 2, 1)),
+        (8, 8, {"data": 2, "expert": 2}, (2, 2, 2)),
+        (8, 8, {"data": 4, "expert": 2, "pipe": 1}, (4, 2, 1)),
+        (8, 8, {"data": 2, "expert": 1, "pipe": 4}, (2, 1, 4)),
     ],
 )
 def test_sizes(devices, experts, given, want):
-    """'auto': expert takes the largest divisor that the experts allow, at most half of
-    the devices; data takes the rest. Given sizes are kept."""
-    config = config_of(experts=experts, batch_size=48, **given)
+    """'auto': pipe is 2 from 8 devices on; expert takes the largest divisor that the
+    experts allow, at most half of the devices that are left; data takes the rest. Given
+    sizes are kept."""
+    config = config_of(experts=experts, batch_size=144, **given)
     sizes = resolve_sizes(config, devices)
-    assert (sizes.data, sizes.expert, sizes.pipe) == (*want, 1)
+    assert (sizes.data, sizes.expert, sizes.pipe) == want
     assert sizes.devices == devices
-    assert str(sizes) == f"data {want[0]} x expert {want[1]} x pipe 1"
-    assert str(devices) in sizes.reason
-    assert all(axis in sizes.reason for axis in given)
+    assert str(sizes) == "data {} x expert {} x pipe {}".format(*want)
+    named = f", {', '.join(given)} given" if given else ""
+    assert sizes.reason == f"{devices} devices{named}, {experts} experts to split"
+
+
+@pytest.mark.parametrize(
+    ("devices", "changes", "why"),
+    [
+        (4, {}, "fewer than 8 devices"),
+        (8, {"layers": 1}, "Mesh.pipe=2 is more than Model.num_layers=1"),
+        (8, {"batch_size": 24}, "Data.batch_size=24 / .* cannot be split over"),
+        (8, {"data": 4, "expert": 2}, "Mesh.pipe=2 needs 16 devices"),
+    ],
+)
+def test_automatic_sizes_without_a_pipeline(devices, changes, why):
+    """Where 2 ranks do not fit, there is one; whoever set a schedule is told why."""
+    sizes = resolve_sizes(config_of(**changes), devices)
+    assert sizes.pipe == 1
+    assert "pipeline" not in sizes.reason
+    told = resolve_sizes(config_of(pipeline={"schedule": "1f1b"}, **changes), devices)
+    assert dataclasses.replace(told, reason=sizes.reason) == sizes
+    assert re.search(f"^{sizes.reason}, no pipeline: .*{why}", told.reason)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 6, 8, 12, 16])
@@ -63,6 +95,8 @@ def test_automatic_sizes_always_fit(devices, experts):
     sizes = resolve_sizes(config, devices)
     assert sizes.devices == devices
     assert experts % sizes.expert == 0
+    # 48 sequences / 4 microbatches cannot be split over 8 devices
+    assert sizes.pipe == (2 if devices in (8, 12) else 1)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +135,15 @@ def test_experts_that_cannot_take_what_is_left():
     [
         (config_of(batch_size=12), ("Data.batch_size=12", "8", "Mesh.data=2")),
         (config_of(experts=6, expert=4), ("MoE.num_experts=6", "Mesh.expert=4")),
-        (config_of(pipe=2), ("Mesh.pipe=2", "Set Mesh.pipe=1")),
+        (config_of(pipe=8), ("Mesh.pipe=8", "Model.num_layers=4", "Set ")),
+        (
+            config_of(pipe=4, batch_size=8),
+            (
+                "Data.batch_size=8",
+                "(8 with Mesh.pipe=4)",
+                "Mesh.data=2 x Mesh.expert=1",
+            ),
+        ),
     ],
 )
 def test_what_does_not_divide_over_the_chosen_sizes(config, parts):

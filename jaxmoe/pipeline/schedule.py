@@ -18,7 +18,8 @@ Legend: R ranks, M microbatches.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 
 from jaxmoe.config_base import choice, mistake, nearest
 
@@ -138,6 +139,8 @@ def check_numbers(
     *,
     ranks_name: str = "--ranks",
     microbatches_name: str = "--microbatches",
+    other: str = "use dualpipev",
+    passes: Callable[[str, int], bool] = lambda label, value: True,
 ) -> None:
     """Checks that a schedule exists for so many ranks and microbatches.
 
@@ -147,11 +150,20 @@ def check_numbers(
       microbatches: M.
       ranks_name: What messages call the number of ranks.
       microbatches_name: What messages call the number of microbatches.
+      other: What messages propose where R is odd; '' for nothing.
+      passes: (name of a number, value) -> whether all else would be right with it.
+        Messages propose such values where there are any near.
 
     Raises:
       ConfigError: naming numbers that work.
     """
     two_ways = name in ("dualpipe", "dualpipev")
+    step = 2 if name == "dualpipe" else 1
+
+    def first(label: str, values: Iterable[int]) -> list[int]:
+        near = itertools.islice(values, 200)
+        return [value for value in near if passes(label, value)][:1]
+
     for label, value in ((ranks_name, ranks), (microbatches_name, microbatches)):
         if value < 1:
             least = {ranks_name: 2, microbatches_name: 2 * max(2, ranks)}[label]
@@ -160,30 +172,34 @@ def check_numbers(
                 "it must be at least 1",
                 f"Set {label}={least if two_ways else 1}",
             )
-    if name == "dualpipe" and ranks % 2:
-        near = [n for n in (ranks - 1, ranks + 1) if n]
+    if ranks % step:
+        around = [n for n in (ranks - 1, ranks + 1) if n]
+        fits = [n for n in around if passes(ranks_name, n)] or around
         raise mistake(
             f"{ranks_name}={ranks} is odd",
             "dualpipe pairs rank r with rank R-1-r, so the number must be even",
-            f"Set {ranks_name}={choice(near)}, or use dualpipev",
+            f"Set {ranks_name}={choice(fits)}" + (f", or {other}" if other else ""),
         )
-    if two_ways and microbatches < 2 * ranks:
-        fits = microbatches // 2
-        if name == "dualpipe":
-            fits = 0 if microbatches % 2 else fits // 2 * 2
-        fewer = f", or {ranks_name}={fits}" if fits else ""
+    least = 2 * ranks
+    if two_ways and microbatches < least:
+        best = first(microbatches_name, range(least, 2 * least, step)) or [least]
+        most = 0 if microbatches % step else microbatches // 2 // step * step
+        fewer = first(ranks_name, range(most, 1, -step))
         raise mistake(
             f"{microbatches_name}={microbatches} is too small for {ranks_name}={ranks}",
-            f"{name} needs at least two microbatches per rank, {2 * ranks}",
-            f"Set {microbatches_name}={2 * ranks}{fewer}",
+            f"{name} needs at least two microbatches per rank, {least}",
+            f"Set {microbatches_name}={best[0]}"
+            + (f", or {ranks_name}={fewer[0]}" if fewer else ""),
         )
-    if name == "dualpipe" and microbatches % 2:
+    if microbatches % step:
+        below = range(microbatches - 1, least - 1, -step)
+        above = range(microbatches + 1, 2 * microbatches, step)
+        fits = first(microbatches_name, below) + first(microbatches_name, above)
         raise mistake(
             f"{microbatches_name}={microbatches} is odd",
-            "dualpipe feeds one half of the microbatches at each end",
-            f"Set {microbatches_name}={choice((microbatches - 1, microbatches + 1))}"
-            if microbatches > 2 * ranks
-            else f"Set {microbatches_name}={microbatches + 1}",
+            "dualpipe feeds one half of the microbatches at each end, and needs at"
+            f" least {least} for {ranks_name}={ranks}",
+            f"Set {microbatches_name}={choice(fits or [microbatches - 1])}",
         )
 
 
