@@ -42,6 +42,8 @@ class ExpertAxis:
       platform: 'cpu', 'gpu' or 'tpu': decides how experts and exchange are computed.
       ragged: rows travel by ragged_all_to_all.
       wire: type in which rows travel.
+      weights_apart: the gradients of the experts' weights are computed by themselves,
+        so that a pipeline can defer them; together with those of the inputs is faster.
       nodes: a token crosses to each of so many nodes at most once; 1: no difference.
       groups: which positions of the axis exchange with each other; None: all.
     """
@@ -50,6 +52,7 @@ class ExpertAxis:
     platform: str = "cpu"
     ragged: bool = False
     wire: Wire = "compute"
+    weights_apart: bool = False
     nodes: int = 1
     groups: tuple[tuple[int, ...], ...] | None = None
 
@@ -90,7 +93,7 @@ def expert_axis(mesh: Mesh, moe: MoE, nodes: int) -> ExpertAxis:
             "Set MoE.exchange='auto'",
         )
     size = mesh.shape[AXIS]
-    return ExpertAxis(size, platform, ragged, moe.exchange_dtype, nodes)
+    return ExpertAxis(size, platform, ragged, moe.exchange_dtype, nodes=nodes)
 
 
 @flax.struct.dataclass

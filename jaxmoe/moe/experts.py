@@ -26,6 +26,7 @@ from jaxtyping import Array, Float
 from jaxmoe.config import Model
 from jaxmoe.layers.linear import no_param, normal_param, zeros_param
 from jaxmoe.moe.dispatch import Layout
+from jaxmoe.moe.exchange import ExpertAxis
 
 _BLOCKS_AT_ONCE = 4  # as long as a slot has so many
 
@@ -50,14 +51,15 @@ class Experts(nnx.Module):
         self.down_bias = bias((E, D), ("expert", "width"))
 
     def __call__(
-        self, x_RD: Float[Array, "R D"], layout: Layout, *, platform: str
+        self, x_RD: Float[Array, "R D"], layout: Layout, *, axis: ExpertAxis
     ) -> Float[Array, "R D"]:
         """Applies each slot's expert to its rows; rows of no slot are undefined."""
         names = ("up", "gate", "down", "up_bias", "down_bias")
         found = {name: getattr(self, name) for name in names}
         weights = {name: w[...] for name, w in found.items() if w is not None}
-        if platform == "cpu":
-            return _blocks(x_RD, weights, layout.sizes_p, layout.block)
+        if axis.platform == "cpu":
+            apart = axis.weights_apart
+            return _blocks(x_RD, weights, layout.sizes_p, layout.block, apart)
         return _ragged(x_RD, weights, layout)
 
 
@@ -90,12 +92,12 @@ def _activate(pre: dict[str, jax.Array]) -> jax.Array:
     return jax.nn.gelu(pre["up"])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _blocks(x_RD, weights: Weights, sizes_p, block: int):
-    return _blocks_forward(x_RD, weights, sizes_p, block)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _blocks(x_RD, weights: Weights, sizes_p, block: int, apart: bool):
+    return _blocks_forward(x_RD, weights, sizes_p, block, apart)[0]
 
 
-def _blocks_forward(x_RD, weights: Weights, sizes_p, block: int):
+def _blocks_forward(x_RD, weights: Weights, sizes_p, block: int, apart: bool):
     parts = _part_sizes(x_RD.shape[0], block)
 
     def of_slot(slot, first, rows, y_RD):
@@ -113,8 +115,12 @@ def _blocks_forward(x_RD, weights: Weights, sizes_p, block: int):
     return y_RD, (x_RD, weights, sizes_p)
 
 
-def _blocks_backward(block: int, residuals, dy_RD):
+def _blocks_backward(block: int, apart: bool, residuals, dy_RD):
     x_RD, weights, sizes_p = residuals
+    if apart:
+        dx_RD, between = _input_gradients(residuals, dy_RD, block)
+        dweights = _weight_gradients(residuals, dy_RD, between, block)
+        return dx_RD, dweights, None
     parts = _part_sizes(x_RD.shape[0], block)
 
     def of_slot(slot, first, rows, carry):
@@ -124,27 +130,87 @@ def _blocks_backward(block: int, residuals, dy_RD):
             # Rows of dy_RD give way to those of dx_RD, once they have been read.
             rows_RD, total = carry
             x_bD, dy_bD = _rows(x_RD, start, size), _rows(rows_RD, start, size)
-            h_bF, pull = jax.vjp(_activate, _before(w, x_bD))
-            dpre = pull(dy_bD @ w["down"].T)[0]
-            dx_bD = sum(value @ w[name].T for name, value in dpre.items())
-            dw = {name: x_bD.T @ value for name, value in dpre.items()}
-            dw["down"] = h_bF.T @ dy_bD
-            if "up_bias" in w:
-                dw["up_bias"] = jnp.sum(dpre["up"], axis=0)
-                dw["down_bias"] = jnp.sum(dy_bD, axis=0)
-            return _write(rows_RD, dx_bD, start), jax.tree.map(jnp.add, total, dw)
+            dx_bD, between = _part_input_gradients(w, x_bD, dy_bD)
+            total = _add_part(total, x_bD, dy_bD, between)
+            return _write(rows_RD, dx_bD, start), total
 
         rows_RD, dweights = carry
-        # In float32: an expert has many parts, and bfloat16 would lose the later ones.
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), w)
-        rows_RD, dw = _for_parts(parts, first, rows, of_part, (rows_RD, zeros))
-        put = partial(jax.lax.dynamic_update_index_in_dim, index=slot, axis=0)
-        dw = jax.tree.map(lambda total, a: total.astype(a.dtype), dw, w)
-        return rows_RD, jax.tree.map(put, dweights, dw)
+        start = (rows_RD, _zero_gradients(w))
+        rows_RD, dw = _for_parts(parts, first, rows, of_part, start)
+        return rows_RD, _put(dweights, dw, slot)
 
     start = (dy_RD, jax.tree.map(jnp.zeros_like, weights))
     dx_RD, dweights = _for_used_slots(sizes_p, block, of_slot, start)
     return dx_RD, dweights, None
+
+
+def _input_gradients(residuals, dy_RD, block: int):
+    """(gradient of the rows, (h, gradient before the activation) for the weights)."""
+    x_RD, weights, sizes_p = residuals
+    parts = _part_sizes(x_RD.shape[0], block)
+
+    def of_slot(slot, first, rows, carry):
+        w = _at(weights, slot)
+
+        def of_part(start, size, carry):
+            x_bD, dy_bD = _rows(x_RD, start, size), _rows(dy_RD, start, size)
+            made = _part_input_gradients(w, x_bD, dy_bD)
+            return jax.tree.map(partial(_write, start=start), carry, made)
+
+        return _for_parts(parts, first, rows, of_part, carry)
+
+    h_RF = jnp.zeros((x_RD.shape[0], weights["up"].shape[2]), x_RD.dtype)
+    dpre = {name: h_RF for name in ("up", "gate") if name in weights}
+    start = (jnp.zeros_like(x_RD), (h_RF, dpre))
+    return _for_used_slots(sizes_p, block, of_slot, start)
+
+
+def _weight_gradients(residuals, dy_RD, between, block: int) -> Weights:
+    x_RD, weights, sizes_p = residuals
+    parts = _part_sizes(x_RD.shape[0], block)
+
+    def of_slot(slot, first, rows, dweights):
+        def of_part(start, size, total):
+            take = partial(_rows, start=start, size=size)
+            return _add_part(
+                total, take(x_RD), take(dy_RD), jax.tree.map(take, between)
+            )
+
+        zeros = _zero_gradients(_at(weights, slot))
+        return _put(dweights, _for_parts(parts, first, rows, of_part, zeros), slot)
+
+    zeros = jax.tree.map(jnp.zeros_like, weights)
+    return _for_used_slots(sizes_p, block, of_slot, zeros)
+
+
+def _part_input_gradients(w: Weights, x_bD: jax.Array, dy_bD: jax.Array):
+    """(gradient of the rows, (h, gradients before the activation))."""
+    h_bF, pull = jax.vjp(_activate, _before(w, x_bD))
+    dpre = pull(dy_bD @ w["down"].T)[0]
+    return sum(value @ w[name].T for name, value in dpre.items()), (h_bF, dpre)
+
+
+def _add_part(total: Weights, x_bD: jax.Array, dy_bD: jax.Array, between) -> Weights:
+    """Adds what some rows give to the gradients of their expert's weights."""
+    h_bF, dpre = between
+    dw = {name: x_bD.T @ value for name, value in dpre.items()}
+    dw["down"] = h_bF.T @ dy_bD
+    if "up_bias" in total:
+        dw["up_bias"] = jnp.sum(dpre["up"], axis=0)
+        dw["down_bias"] = jnp.sum(dy_bD, axis=0)
+    return jax.tree.map(jnp.add, total, dw)
+
+
+def _zero_gradients(w: Weights) -> Weights:
+    # In float32: an expert has many parts, and bfloat16 would lose the later ones.
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), w)
+
+
+def _put(dweights: Weights, dw: Weights, slot: jax.Array) -> Weights:
+    put = partial(jax.lax.dynamic_update_index_in_dim, index=slot, axis=0)
+    return jax.tree.map(
+        lambda all_, one: put(all_, one.astype(all_.dtype)), dweights, dw
+    )
 
 
 _blocks.defvjp(_blocks_forward, _blocks_backward)

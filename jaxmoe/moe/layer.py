@@ -51,7 +51,7 @@ class MoELayer(nnx.Module):
             x_TD,
             routing.expert_ids_TK,
             routing.weights_TK,
-            partial(self.experts, platform=axis.platform),
+            partial(self.experts, axis=axis),
             num_slots=num_slots,
             axis=axis,
             buffer_rows=self._buffer_rows(x_TD.shape[0], axis.size),

@@ -16,6 +16,7 @@ device, S positions, D width, R ranks, n layers of a kind on a rank.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -74,7 +75,9 @@ class PipelinedGradients:
         fill: float = 0.0,
     ):
         self.model, self.moe, self.table = model, moe, table
-        self.axis, self.mesh, self.num_tasks, self.fill = axis, mesh, num_tasks, fill
+        apart = table.slots.deferred > 0
+        self.axis = dataclasses.replace(axis, weights_apart=apart)
+        self.mesh, self.num_tasks, self.fill = mesh, num_tasks, fill
         self.compute_specs, self.master_specs = compute_specs, master_specs
         kinds = config_lib.layer_kinds(model)
         self.num_moe, self.num_sequences = kinds.count("moe"), num_sequences

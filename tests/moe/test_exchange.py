@@ -290,4 +290,4 @@ def test_ragged_is_refused_on_cpu():
 
 def test_axis_of_a_mesh():
     got = expert_axis(harness.mesh_of(4), MoE(exchange_dtype="bfloat16"), 2)
-    assert got == ExpertAxis(4, "cpu", False, "bfloat16", 2)
+    assert got == ExpertAxis(4, "cpu", False, "bfloat16", nodes=2)

@@ -15,7 +15,9 @@ from flax import nnx
 from jaxmoe.config import Model
 from jaxmoe.moe import experts as experts_lib
 from jaxmoe.moe.dispatch import Layout
+from jaxmoe.moe.exchange import ExpertAxis
 from jaxmoe.moe.experts import Experts
+from jaxmoe.pipeline.stage import needed
 from tests import oracle
 
 D, F, SLOTS, BLOCK = 8, 12, 4, 8
@@ -52,15 +54,20 @@ def make(activation="gelu", use_bias=True, dtype=jnp.float32):
     return cast(weights), cast(x_RD), cast(dy_RD)
 
 
-@jax.jit
-def blocks(weights, x_RD, dy_RD):
+@partial(jax.jit, static_argnames="apart")
+def blocks(weights, x_RD, dy_RD, apart=False):
     """Value and derivatives (of the rows, of the weights) of the loop over blocks."""
 
     def apply(x_RD, weights):
-        return experts_lib._blocks(x_RD, weights, layout().sizes_p, BLOCK)
+        return experts_lib._blocks(x_RD, weights, layout().sizes_p, BLOCK, apart)
 
     y_RD, pull = jax.vjp(apply, x_RD, weights)
     return y_RD, pull(dy_RD)
+
+
+def apart(weights, x_RD, dy_RD):
+    """The same with the gradients of the weights in a loop of their own."""
+    return blocks(weights, x_RD, dy_RD, apart=True)
 
 
 @partial(jax.jit, compiler_options=oracle.QUICK)
@@ -95,7 +102,7 @@ def only_real(result):
     return y_RD[np.array(rows)], (dx_RD[np.array(rows)], dweights)
 
 
-@pytest.mark.parametrize("implementation", [blocks, ragged])
+@pytest.mark.parametrize("implementation", [blocks, apart, ragged])
 @pytest.mark.parametrize(
     ("activation", "use_bias"),
     [("gelu", True), ("gelu", False), ("swiglu", True), ("swiglu", False)],
@@ -167,7 +174,7 @@ def test_bfloat16_weight_gradients_add_up_in_float32():
         def total(weights):
             x_RD = jnp.tile(x_bD, (number, 1))
             sizes = jnp.array([number * BLOCK, 0, 0, 0], jnp.int32)
-            y = experts_lib._blocks(x_RD, weights, sizes, BLOCK)
+            y = experts_lib._blocks(x_RD, weights, sizes, BLOCK, False)
             return jnp.sum(y, dtype=jnp.float32)
 
         return jax.grad(total)(weights)
@@ -185,6 +192,39 @@ def test_module_hands_its_weights_over():
     assert set(nnx.to_pure_dict(nnx.state(module))) == {"up", "gate", "down"}
     weights, x_RD, dy_RD = make("swiglu", False)
     graph, state = nnx.split(module)
-    apply = lambda x_RD: nnx.merge(graph, state)(x_RD, layout(), platform="cpu")  # noqa: E731
+
+    def apply(x_RD):
+        return nnx.merge(graph, state)(x_RD, layout(), axis=ExpertAxis())
+
     got = jax.jit(apply)(x_RD)
     np.testing.assert_array_equal(got, blocks(weights, x_RD, dy_RD)[0])
+
+
+def test_weight_gradients_can_wait():
+    """With `weights_apart` the weights' gradients have a loop of their own.
+
+    Of the two loops over slots in the backward, the gradient of the rows needs the
+    first only. Together there is one loop. Products: 2 forward, in parts of two sizes
+    3 + 2 backward either way.
+    """
+    weights, x_RD, dy_RD = make()
+
+    def gradients(apart):
+        def pull(x_RD, dy_RD):
+            apply = lambda x, w: experts_lib._blocks(  # noqa: E731
+                x, w, layout().sizes_p, BLOCK, apart
+            )
+            return jax.vjp(apply, x_RD, weights)[1](dy_RD)
+
+        return jax.make_jaxpr(pull)(x_RD, dy_RD).jaxpr
+
+    products, loops = {}, {}
+    for apart in (False, True):
+        jaxpr = gradients(apart)
+        primitives = [e.primitive.name for e in oracle.equations(jaxpr)]
+        products[apart] = primitives.count("dot_general")
+        loops[apart] = sum(e.primitive.name == "while" for e in jaxpr.eqns)
+        for_rows = [e.primitive.name for e in needed(jaxpr.eqns, jaxpr.outvars[:1])]
+        assert for_rows.count("while") == 1
+    assert products == {False: 2 * (2 + 5), True: 2 * (2 + 5)}
+    assert loops == {False: 2, True: 3}
