@@ -109,10 +109,13 @@ def gather_layers(shards: Any, compute: Any, master: Any, places_Rn: np.ndarray)
     Returns:
       Tree of [n, ...] in the compute layout.
     """
+    R, n = places_Rn.shape
+    if n == 0:  # of one layer nothing is taken; the compiler leaves its way out
+        one = gather_layers(shards, compute, master, np.zeros((R, 1), np.int32))
+        return jax.tree.map(lambda layer: layer[:0], one)
     leaves, tree = jax.tree.flatten(shards)
     specs = _pairs(tree, compute, master)
     dims, rests = zip(*(_pipe_dim(*pair) for pair in specs), strict=True)
-    R, n = places_Rn.shape
     places_Rn = np.maximum(places_Rn, 0)
     mine = jnp.asarray(places_Rn)[jax.lax.axis_index("pipe")]
     # (R*n, .. / R): to every rank its layers; it gets a part of them from every rank.
