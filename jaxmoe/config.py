@@ -194,6 +194,16 @@ class Pipeline:
         " 'auto': two per rank",
         low=1,
     )
+    costs: str = option(
+        "F=1,Bi=1,W=1",
+        "durations for which ticks are chosen, in any one unit: of a forward, of the"
+        " two parts of a backward, with FB=... of a forward and a backward overlapped",
+    )
+    order: Literal["compiler", "alternating"] = option(
+        "compiler",
+        "who orders a forward and a backward of one tick: the compiler; or they take"
+        " turns at every exchange of tokens",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

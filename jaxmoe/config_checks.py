@@ -26,6 +26,7 @@ from jaxmoe.config import (
 )
 from jaxmoe.config_base import ConfigError, check_multiple, mistake, near
 from jaxmoe.pipeline.schedule import check_numbers
+from jaxmoe.pipeline.simulate import parse_costs
 
 
 def check(config: Config) -> None:
@@ -123,6 +124,7 @@ def check_mesh(config: Config, data: int, expert: int, pipe: int) -> None:
 def _check_pipeline(config: Config, data: int, expert: int, pipe: int) -> None:
     pipeline, model = config.pipeline, config.model
     layers = model.num_layers
+    parse_costs(pipeline.costs, name="Pipeline.costs")
 
     def passes(label: str, value: int | str) -> bool:
         ranks, changed = pipe, pipeline

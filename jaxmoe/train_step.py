@@ -41,7 +41,7 @@ from jaxmoe.moe.router import MoEStats
 from jaxmoe.pipeline.gradients import PipelinedGradients
 from jaxmoe.pipeline.lower import lower
 from jaxmoe.pipeline.schedule import build
-from jaxmoe.pipeline.simulate import Costs
+from jaxmoe.pipeline.simulate import parse_costs
 from jaxmoe.xla_options import compiler_options
 
 INT_FIELDS = ("tokens", "modality", "sequence", "positions", "targets", "task")
@@ -139,7 +139,8 @@ class Setup:
             config.model,
             config.moe,
             module=module,
-            table=lower(schedule, Costs()),
+            table=lower(schedule, parse_costs(config.pipeline.costs)),
+            alternating=config.pipeline.order == "alternating",
             axis=self.axis,
             mesh=self.mesh,
             compute_specs=self.compute_specs,

@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmoe.pipeline.alternate import Walk, alternate
 from jaxmoe.pipeline.lower import COLUMNS, TickTable
 from jaxmoe.pipeline.stage import StagePrograms, Tree
 
@@ -52,6 +53,8 @@ class Pipeline:
       context: (microbatch, stage, direction) -> what a stage gets besides its input.
       finish: (weights of the head, output of the last stage, microbatch) -> (share of
         the loss, statistics).
+      alternating: the forward and the backward of a tick take turns at every exchange
+        of tokens; else the compiler orders them.
       fill: what unused places hold; a test makes it NaN, and nothing changes.
     """
 
@@ -59,6 +62,7 @@ class Pipeline:
     stages: Sequence[tuple[Kinds, StagePrograms]]
     context: Callable[[jax.Array, jax.Array, int], Tree]
     finish: Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, Tree]]
+    alternating: bool = False
     fill: float = 0.0
 
 
@@ -289,21 +293,30 @@ class _Branches:
         nothing = _full(self._inputs.shape[1:], self._inputs.dtype, self._pipeline.fill)
         activation, gradient = nothing, nothing
         stash, deferred = self._stash.pack(-1, []), self._deferred.pack(-1, [])
-        for kind in work.kinds:
-            with jax.named_scope(kind):
-                if kind == "F":
-                    activation, stash, sums = self._forward(work, row, buffers, sums)
-                elif kind == "W":
-                    sums = self._weight_gradients(work, row, buffers, sums)
-                else:
-                    gradient, deferred, sums = self._backward(
-                        work, row, buffers, dy, sums
-                    )
+        forward, backward = None, None
+        if work.directions[0] >= 0:
+            forward = self._forward(work, row, buffers)
+        if work.directions[1] >= 0:
+            backward = self._backward(work, row, buffers, dy)
+        if forward and backward and self._pipeline.alternating:
+            made, gradients = alternate(forward, backward)
+        else:
+            with jax.named_scope("F"):
+                made = forward.run() if forward else []
+            with jax.named_scope("B" if "B" in work.kinds else "Bi"):
+                gradients = backward.run() if backward else []
+        if forward:
+            activation, stash, sums = self._keep_forward(work, made, sums)
+        if backward:
+            gradient, deferred, sums = self._keep_backward(work, gradients, sums)
+        if "W" in work.kinds:
+            with jax.named_scope("W"):
+                sums = self._weight_gradients(work, row, buffers, sums)
         return sums, Made(activation, gradient, stash, deferred)
 
-    def _forward(self, work: Work, row: Row, buffers: Buffers, sums: Sums):
-        direction, stage = work.directions[0], work.stages[0]
-        kinds, programs = self._pipeline.stages[stage]
+    def _forward(self, work: Work, row: Row, buffers: Buffers) -> Walk:
+        direction = work.directions[0]
+        kinds, programs = self._pipeline.stages[work.stages[0]]
         microbatch = row["f_microbatch"]
         x = jnp.where(
             row["f_stage"] == 0,
@@ -311,30 +324,38 @@ class _Branches:
             _read(buffers.activations, row["f_inbox"]),
         )
         context = self._pipeline.context(microbatch, row["f_stage"], direction)
-        layers = _pick(self._weights[direction], kinds)
-        y, statistics, saved = programs.forward(layers, x, context)
+        return programs.forward(_pick(self._weights[direction], kinds), x, context)
+
+    def _keep_forward(self, work: Work, results: list, sums: Sums):
+        """(output, what goes into the stash, sums)."""
+        direction, stage = work.directions[0], work.stages[0]
+        _, programs = self._pipeline.stages[stage]
+        y, statistics, saved = programs.forward_results(results)
         stage_sums = list(sums.stage)
         stage_sums[direction] = _add_first(stage_sums[direction], statistics)
         sums = dataclasses.replace(sums, stage=stage_sums)
         return y, self._stash.pack(stage, saved), sums
 
-    def _backward(
-        self, work: Work, row: Row, buffers: Buffers, dy: jax.Array, sums: Sums
-    ):
+    def _backward(self, work: Work, row: Row, buffers: Buffers, dy: jax.Array) -> Walk:
         direction, stage = work.directions[1], work.stages[1]
         kinds, programs = self._pipeline.stages[stage]
-        arguments = (
+        step = programs.backward if "B" in work.kinds else programs.backward_inputs
+        return step(
             _pick(self._weights[direction], kinds),
             self._pipeline.context(row["b_microbatch"], row["b_stage"], direction),
             self._stash.read(stage, buffers.stash, row["b_stash"]),
             dy,
         )
-        if "B" in work.kinds:
-            dx, dweights = programs.backward(*arguments)
-            sums = _add_weights(sums, direction, kinds, dweights)
-            return dx, self._deferred.pack(-1, []), sums
-        dx, deferred = programs.backward_inputs(*arguments)
-        return dx, self._deferred.pack(stage, deferred), sums
+
+    def _keep_backward(self, work: Work, results: list, sums: Sums):
+        """(gradient of the input, what W gets, sums)."""
+        direction, stage = work.directions[1], work.stages[1]
+        kinds, programs = self._pipeline.stages[stage]
+        if "B" not in work.kinds:
+            return results[0], self._deferred.pack(stage, results[1:]), sums
+        dx, dweights = programs.backward_results(results)
+        sums = _add_weights(sums, direction, kinds, dweights)
+        return dx, self._deferred.pack(-1, []), sums
 
     def _weight_gradients(self, work: Work, row: Row, buffers: Buffers, sums: Sums):
         direction, stage = work.directions[2], work.stages[2]

@@ -56,7 +56,7 @@ class PipelinedGradients:
       compute_specs, master_specs: layouts of the parameters, nested as they are.
       num_sequences: sequences of a whole step.
       num_tasks: tasks that are told apart in the losses.
-      fill: see `execute.Pipeline`.
+      alternating, fill: see `execute.Pipeline`.
     """
 
     def __init__(
@@ -72,12 +72,14 @@ class PipelinedGradients:
         master_specs: Any,
         num_sequences: int,
         num_tasks: int,
+        alternating: bool = False,
         fill: float = 0.0,
     ):
         self.model, self.moe, self.table = model, moe, table
         apart = table.slots.deferred > 0
         self.axis = dataclasses.replace(axis, weights_apart=apart)
-        self.mesh, self.num_tasks, self.fill = mesh, num_tasks, fill
+        self.mesh, self.num_tasks = mesh, num_tasks
+        self.alternating, self.fill = alternating, fill
         self.compute_specs, self.master_specs = compute_specs, master_specs
         kinds = config_lib.layer_kinds(model)
         self.num_moe, self.num_sequences = kinds.count("moe"), num_sequences
@@ -150,7 +152,9 @@ class PipelinedGradients:
         step = _Pass(self, rows, batch, target_tokens)
         inputs_MbSD, pull = step.embed(ends)
         stages = step.programs(weights, inputs_MbSD)
-        pipeline = Pipeline(self.table, stages, step.context, step.finish, self.fill)
+        pipeline = Pipeline(
+            self.table, stages, step.context, step.finish, self.alternating, self.fill
+        )
         sums, dinputs_MbSD = run(pipeline, weights, ends, inputs_MbSD, sums)
         more = pull(dinputs_MbSD)
         return sums, jax.tree.map(lambda t, m: t + m.astype(t.dtype), dends, more)

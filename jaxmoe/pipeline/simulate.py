@@ -148,8 +148,12 @@ def outputs(operation: Operation) -> tuple[Key, ...]:
     )
 
 
-def parse_costs(text: str) -> Costs:
+def parse_costs(text: str, *, name: str = "--costs") -> Costs:
     """Reads costs such as 'F=1,Bi=1.5,W=1,FB=3'; what is not named is 1, FB the sum.
+
+    Args:
+      text: The costs.
+      name: What messages call it.
 
     Raises:
       ConfigError: for another name, or a value that is no duration.
@@ -157,21 +161,21 @@ def parse_costs(text: str) -> Costs:
     known = [field.name for field in dataclasses.fields(Costs)]
     values: dict[str, float] = {}
     for item in text.split(",") if text else ():
-        name, _, value = (part.strip() for part in item.partition("="))
-        if name not in known:
-            best = nearest(name, known) or "F"
+        cost, _, value = (part.strip() for part in item.partition("="))
+        if cost not in known:
+            best = nearest(cost, known) or "F"
             raise mistake(
-                f"--costs names {name!r}",
+                f"{name} names {cost!r}",
                 f"costs are those of {', '.join(known)}",
                 f"Write it like {best}=1",
             )
         if not re.fullmatch(r"(\d+\.?\d*|\.\d+)", value):
             raise mistake(
-                f"--costs has {item.strip()!r}",
+                f"{name} has {item.strip()!r}",
                 "a cost is a number above 0",
-                f"Write it like {name}=1.5",
+                f"Write it like {cost}=1.5",
             )
-        values[name] = float(value)
+        values[cost] = float(value)
     return Costs(**values)
 
 

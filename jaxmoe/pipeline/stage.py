@@ -22,6 +22,8 @@ import jax.core
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Literal
 
+from jaxmoe.pipeline.alternate import Walk
+
 Tree = Any
 # (weights, x, context) -> ((y, share of the loss), statistics)
 Forward = Callable[[Tree, jax.Array, Tree], tuple[tuple[jax.Array, jax.Array], Tree]]
@@ -147,24 +149,35 @@ class StagePrograms:
             invars=[*jaxpr.invars[:given], *crossing], eqns=self.late, outvars=dweights
         )
 
-    def forward(self, weights: Tree, x: jax.Array, context: Tree):
+    def forward(self, weights: Tree, x: jax.Array, context: Tree) -> Walk:
+        """F, to be run; see `forward_results`."""
+        return self._forward.walk(weights, context, x)
+
+    def forward_results(self, results: list) -> tuple[jax.Array, Tree, list]:
         """(y, statistics, what is to be stashed)."""
-        return self._forward(weights, context, x)
+        return self._forward.unflatten(results)
 
-    def backward(self, weights: Tree, context: Tree, saved: list, dy: jax.Array):
-        """B: (gradient of the input, gradients of the weights)."""
-        return self._backward(weights, context, saved, dy)
+    def backward(
+        self, weights: Tree, context: Tree, saved: list, dy: jax.Array
+    ) -> Walk:
+        """B, to be run; see `backward_results`."""
+        return self._backward.walk(weights, context, saved, dy)
 
-    def backward_inputs(self, weights: Tree, context: Tree, saved: list, dy: jax.Array):
-        """Bi: (gradient of the input, what W needs)."""
+    def backward_results(self, results: list) -> tuple[jax.Array, Tree]:
+        """(gradient of the input, gradients of the weights)."""
+        return self._backward.unflatten(results)
+
+    def backward_inputs(
+        self, weights: Tree, context: Tree, saved: list, dy: jax.Array
+    ) -> Walk:
+        """Bi, to be run: the gradient of the input, and behind it what W needs."""
         flat = jax.tree.leaves((weights, context, saved, dy))
-        out = jax.core.eval_jaxpr(self._inputs, self._backward.closed.consts, *flat)
-        return out[0], out[1:]
+        return Walk(self._inputs, self._backward.closed.consts, flat)
 
     def backward_weights(self, weights: Tree, context: Tree, deferred: list) -> Tree:
         """W: the gradients of the weights."""
         flat = [*jax.tree.leaves((weights, context)), *deferred]
-        out = jax.core.eval_jaxpr(self._weights, self._backward.closed.consts, *flat)
+        out = Walk(self._weights, self._backward.closed.consts, flat).run()
         return jax.tree.unflatten(self._weights_tree, out)
 
 
@@ -230,15 +243,16 @@ def _way_back(variable: Any, maker: dict[Any, Any], there: set[Any]):
 
 
 class _Traced:
-    """A function as a jaxpr that is called with trees."""
+    """A function as a jaxpr, and the tree of its results."""
 
     def __init__(self, closed: ClosedJaxpr, shapes: Tree):
         self.closed, self.shapes = closed, shapes
 
-    def __call__(self, *arguments):
-        flat = jax.tree.leaves(arguments)
-        out = jax.core.eval_jaxpr(self.closed.jaxpr, self.closed.consts, *flat)
-        return jax.tree.unflatten(jax.tree.structure(self.shapes), out)
+    def walk(self, *arguments) -> Walk:
+        return Walk(self.closed.jaxpr, self.closed.consts, jax.tree.leaves(arguments))
+
+    def unflatten(self, results: list) -> Tree:
+        return jax.tree.unflatten(jax.tree.structure(self.shapes), results)
 
 
 def _trace(function: Callable, arguments: tuple) -> _Traced:

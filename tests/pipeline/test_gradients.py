@@ -135,6 +135,11 @@ def test_bubbles_hold_nothing_that_counts(fill):
     check(with_schedule(CONFIG, "dualpipe"), (1, 2, 2), fill=fill)
 
 
+def test_taking_turns_changes_no_number():
+    """The order that `alternating` gives to forward and backward is only an order."""
+    check(with_schedule(CONFIG, "dualpipe", order="alternating"), (1, 2, 2))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["full", "dots"])
 def test_with_recomputation(remat):
