@@ -127,8 +127,8 @@ class Evaluator:
 
     @property
     def _rows(self) -> int:
-        """Sequences of a batch: those of a training microbatch, which fit the mesh."""
-        return self._config.data.batch_size // self._setup.microbatches
+        """Sequences of a batch: of an accumulated part of training, on every mesh."""
+        return self._config.data.batch_size // self._config.train.accumulation
 
     def _make_generator(self) -> Callable[[Any, Any, Batch], jax.Array]:
         truths = [digits.caption(n, lang) for n in range(10) for lang in LANGUAGES]

@@ -20,6 +20,7 @@ from jaxmoe.data.loader import held_out_batches
 from jaxmoe.data.tasks import TASKS
 from jaxmoe.data.tokenizer import LANGUAGES, make_tokenizer
 from jaxmoe.evaluate import Evaluator
+from jaxmoe.loss import LossSums
 from jaxmoe.mesh import BATCH_AXES
 from tests import helpers
 from tests.helpers import TEXT_ONLY, tiny_config
@@ -109,6 +110,24 @@ def test_evaluation_is_the_same_on_every_mesh(mesh):
     got, want = evaluation(*mesh), evaluation()
     assert got.figures == pytest.approx(want.figures, rel=1e-5)
     assert got.captions == want.captions
+
+
+def test_a_pipeline_evaluates_the_same_sequences(monkeypatch):
+    """32 per batch, though a training step has 4 microbatches of 8 on 2 ranks."""
+    setup = helpers.setup_of(CONFIG, 2, 2, 2)
+    assert setup.microbatches == 4
+    seen = []
+    found = Evaluator(setup)
+    monkeypatch.setattr(
+        found,
+        "_losses",
+        lambda params, buffers, batch: (
+            seen.append(helpers.host(batch)) or LossSums.zeros(len(TASKS))
+        ),
+    )
+    found._task_figures(None, None, "lm")
+    want = held_out_batches(CONFIG.data, CONFIG.model, "lm", 32, 2)
+    helpers.assert_same(seen, list(want))
 
 
 def test_every_held_out_image_is_captioned_in_both_languages():
