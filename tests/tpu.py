@@ -43,6 +43,8 @@ def topology_mesh(name: str, data: int, expert: int, pipe: int = 1) -> Mesh:
     with pytest.MonkeyPatch.context() as patch:
         # Do not ask a metadata server which slice this machine is part of.
         patch.setenv("TPU_SKIP_MDS_QUERY", "1")
+        # No chip is used, so other processes need not be kept from it.
+        patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         topology = topologies.get_topology_desc(name, "tpu")
     devices = np.asarray(topology.devices).reshape(data, expert, pipe)
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
