@@ -46,6 +46,7 @@ def check(config: Config) -> None:
     _check_data(config)
     base.check_tokenizer_spec(config.data.tokenizer)
     base.check_run_folder(config.train.init_from)
+    parse_costs(config.pipeline.costs, name="Pipeline.costs")
     mesh, pipe = config.mesh, config.mesh.pipe
     # An 'auto' size may still become anything: only what is given is checked.
     expert = mesh.expert_nodes if mesh.expert == "auto" else mesh.expert
@@ -124,7 +125,6 @@ def check_mesh(config: Config, data: int, expert: int, pipe: int) -> None:
 def _check_pipeline(config: Config, data: int, expert: int, pipe: int) -> None:
     pipeline, model = config.pipeline, config.model
     layers = model.num_layers
-    parse_costs(pipeline.costs, name="Pipeline.costs")
 
     def passes(label: str, value: int | str) -> bool:
         ranks, changed = pipe, pipeline

@@ -401,6 +401,23 @@ PIPELINE_MISTAKES = [
 MISTAKES += PIPELINE_MISTAKES
 
 
+MISTAKES += [
+    (  # also where no pipeline may come of it
+        {"Pipeline__costs": "F=1,X=2"},
+        "Pipeline.costs names 'X': costs are those of F, Bi, W, FB. Write it like F=1.",
+    ),
+    (
+        {"Pipeline__costs": "F=fast"},
+        "Pipeline.costs has 'F=fast': a cost is a number above 0. Write it like F=1.5.",
+    ),
+    (
+        {"Mesh__pipe": 1, "Pipeline__order": "alternating"},
+        "Pipeline.order='alternating' has no effect with Mesh.pipe=1: one rank is no"
+        " pipeline. Set Pipeline.order='compiler', or Mesh.pipe=2.",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     "values, expected", MISTAKES, ids=["-".join(values) for values, _ in MISTAKES]
 )
