@@ -45,7 +45,9 @@ def test_starts_with_two_commands():
 
 
 def test_ci_runs_what_developers_are_told_to_run():
-    script = read(".ci/run").replace("pip install --quiet", "pip install").splitlines()
+    script = read(".ci/run").replace("pip install --quiet", "pip install")
+    # What compiles for a TPU that is not there is installed besides.
+    script = script.replace("[test,aot]", "[test]").splitlines()
     section = README.partition("\n## Develop\n")[2].partition("\n## ")[0]
     told = commands(section)
     assert told
