@@ -159,7 +159,7 @@ def rows_capacity(assignments: int, num_slots: int, block: int) -> int:
 
 
 def choose_block(assignments: int, num_slots: int) -> int:
-    """Rows of a block: about 1/8 of the even share of a slot.
+    """Rows of a block: about 1/4 of the even share of a slot.
 
     A power of 2 in [16, 64], or 8 where the share is below 16: products of fewer rows
     are slow, and more waste rows at the end of a slot.
@@ -167,7 +167,7 @@ def choose_block(assignments: int, num_slots: int) -> int:
     share = assignments // num_slots
     if share < 16:
         return 8
-    return max(16, min(64, 1 << ((share // 8).bit_length() - 1)))
+    return max(16, min(64, 1 << ((share // 4).bit_length() - 1)))
 
 
 def dispatch(

@@ -137,10 +137,10 @@ def test_gradients_contain_no_scatter_of_rows():
 
 @pytest.mark.parametrize(
     ("assignments", "slots", "block"),
-    [(0, 4, 8), (31, 2, 8), (32, 2, 16), (1023, 4, 16), (1024, 4, 32), (10**6, 8, 64)],
+    [(0, 4, 8), (31, 2, 8), (32, 2, 16), (511, 4, 16), (512, 4, 32), (10**6, 8, 64)],
 )
-def test_block_is_a_power_of_2_far_below_the_even_share(assignments, slots, block):
-    """The largest power of 2 not above 1/8 of a slot's share, held to [16, 64]; for
+def test_block_is_a_power_of_2_below_the_even_share(assignments, slots, block):
+    """The largest power of 2 not above 1/4 of a slot's share, held to [16, 64]; for
     shares below 16 it is 8."""
     assert choose_block(assignments, slots) == block
 

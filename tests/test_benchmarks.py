@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts of `benchmarks/` run, and their last line is what their docstring promises."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def last_line(script: str, *arguments: str) -> dict:
+    command = [sys.executable, f"benchmarks/{script}", *arguments]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def are_positive(figures) -> bool:
+    return all(isinstance(figure, float) and figure > 0 for figure in figures)
+
+
+@pytest.mark.slow
+def test_moe_layer():
+    """Every figure is there, at small sizes; what they are says nothing here."""
+    figures = last_line("moe_layer.py", "--quick", "--repetitions=1")
+    by_group = figures.pop("onehot_over_sorted_by_group")
+    assert str(figures.pop("onehot_group_tokens")) in by_group
+    tables = [by_group]
+    for name in ("time_by_tokens", "time_by_experts", "over_einsum_by_experts"):
+        tables.append(figures.pop(name))
+    assert all(len(table) == 2 and are_positive(table.values()) for table in tables)
+    assert set(figures) == {
+        "over_dense",
+        "onehot_over_sorted",
+        "onehot_over_dropless",
+        "peak_bytes_sorted_over_onehot",
+        "linear_in_tokens",
+        "expert4_over_1",
+    }
+    assert are_positive(figures.values())
