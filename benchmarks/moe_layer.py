@@ -3,11 +3,12 @@
 
     python benchmarks/moe_layer.py [--repetitions 5] [--quick]
 
-Forward and backward in float32: the result, and the gradient with respect to the tokens
-and to every parameter, the router's included. 8192 tokens of width 256, 32 experts of
-hidden width 1024, 2 per token, GELU and biases as `Model` has them by default, dropless,
-one device, where nothing else is said. Programs that are compared run in turn, and a
-figure is made of their medians over the repetitions. The last line is JSON:
+Forward and backward in float32: the result, and the gradient with respect to the
+tokens and to every parameter, the router's included. 8192 tokens of width 256, 32
+experts of hidden width 1024, 2 per token, GELU and biases as `Model` has them by
+default, dropless, one device, where nothing else is said. Programs that are compared
+run in turn, and a figure is made of their medians over the repetitions. The last line
+is JSON:
 
   over_dense      the layer over a dense feed-forward part of the same active FLOPs;
                   claimed: at most 1.5
@@ -28,8 +29,8 @@ figure is made of their medians over the repetitions. The last line is JSON:
   time_by_experts experts -> ms
   over_einsum_by_experts
                   experts -> ratio to batched einsums of the same number of experts and
-                  the same FLOPs, each expert with as many rows, without router, dispatch
-                  and combine; claimed: at most 1.3
+                  the same FLOPs, each expert with as many rows, without router,
+                  dispatch and combine; claimed: at most 1.3
   expert4_over_1  4 devices along `expert` over one device, at equal work; claimed: at
                   most 1.25
 """
@@ -67,7 +68,7 @@ CAPACITY = 1.25
 
 @dataclasses.dataclass(frozen=True)
 class Sizing:
-    """What is run; `tokens_by` and `experts_by` are the sizes that one figure varies."""
+    """What is run; `tokens_by` and `experts_by` are what one figure varies."""
 
     tokens: int = 8192
     sequence: int = 1024

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts of `benchmarks/` run, and their last line is what their docstring promises."""
+"""Scripts of `benchmarks/` run; their last line is what their docstring promises."""
 
 import json
 import subprocess
