@@ -56,7 +56,6 @@ def check(config: Config) -> None:
         pipe = 2 if given and config.model.num_layers > 1 else 1
     sizes = [1 if n == "auto" else n for n in (mesh.data, expert, pipe)]
     check_mesh(config, *sizes)
-    _check_without_pipeline(config, *sizes)
 
 
 def check_mesh(config: Config, data: int, expert: int, pipe: int) -> None:
@@ -162,26 +161,6 @@ def _check_pipeline(config: Config, data: int, expert: int, pipe: int) -> None:
         microbatches_name="Pipeline.microbatches",
         other="Pipeline.schedule='dualpipev'" if other else "",
         passes=passes,
-    )
-
-
-def _check_without_pipeline(config: Config, data: int, expert: int, pipe: int) -> None:
-    """With one rank, what is set for a pipeline has no effect."""
-    names = [field.name for field in dataclasses.fields(Pipeline)]
-    pairs = [(n, getattr(config.pipeline, n), getattr(Pipeline, n)) for n in names]
-    pairs = [pair for pair in pairs if pair[1] != pair[2]]
-    if pipe > 1 or config.mesh.pipe == "auto" or not pairs:
-        return
-    given = " and ".join(f"Pipeline.{name}={value!r}" for name, value, _ in pairs)
-    unset = " and ".join(f"Pipeline.{name}={usual!r}" for name, _, usual in pairs)
-    remedy = f"Set {unset}"
-    with contextlib.suppress(ConfigError):
-        check_mesh(config, data, expert, 2)
-        remedy += ", or Mesh.pipe=2"
-    raise mistake(
-        f"{given} {'has' if len(pairs) == 1 else 'have'} no effect with Mesh.pipe=1",
-        "one rank is no pipeline",
-        remedy,
     )
 
 

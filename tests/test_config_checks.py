@@ -381,22 +381,6 @@ PIPELINE_MISTAKES = [
         f" with Mesh.pipe=2) {BATCH.format(4)} batch must be a multiple of 4 x 4 = 16."
         " Set Data.batch_size=16, or Mesh.data x Mesh.expert = 1 or 2.",
     ),
-    (
-        {"Mesh__pipe": 1, "Pipeline__schedule": "zb_h1"},
-        "Pipeline.schedule='zb_h1' has no effect with Mesh.pipe=1: one rank is no"
-        " pipeline. Set Pipeline.schedule='dualpipe', or Mesh.pipe=2.",
-    ),
-    (
-        {"Mesh__pipe": 1, "Pipeline__microbatches": 3},  # nor could 2 ranks use it
-        "Pipeline.microbatches=3 has no effect with Mesh.pipe=1: one rank is no"
-        " pipeline. Set Pipeline.microbatches='auto'.",
-    ),
-    (
-        {"Mesh__pipe": 1, "Pipeline__schedule": "1f1b", "Pipeline__microbatches": 3},
-        "Pipeline.schedule='1f1b' and Pipeline.microbatches=3 have no effect with"
-        " Mesh.pipe=1: one rank is no pipeline. Set Pipeline.schedule='dualpipe' and"
-        " Pipeline.microbatches='auto'.",
-    ),
 ]
 MISTAKES += PIPELINE_MISTAKES
 
@@ -409,11 +393,6 @@ MISTAKES += [
     (
         {"Pipeline__costs": "F=fast"},
         "Pipeline.costs has 'F=fast': a cost is a number above 0. Write it like F=1.5.",
-    ),
-    (
-        {"Mesh__pipe": 1, "Pipeline__order": "alternating"},
-        "Pipeline.order='alternating' has no effect with Mesh.pipe=1: one rank is no"
-        " pipeline. Set Pipeline.order='compiler', or Mesh.pipe=2.",
     ),
 ]
 
@@ -464,7 +443,6 @@ def test_a_remedy_of_a_pipeline_passes(values, expected):
         "Mesh.pipe=4 Pipeline.microbatches=7",
         "Mesh.pipe=2 Data.batch_size=10",
         "Mesh.pipe=8",
-        "Mesh.pipe=1 Pipeline.schedule='1f1b'",
     ],
 )
 def test_a_wrong_pipeline_exits_with_2(options, capsys):
