@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxmoe.data.tasks import TEXT, last_position
@@ -39,11 +38,11 @@ def make_generator(
     """
 
     def generate(params: Any, buffers: Any, prompts: Batch) -> jax.Array:
-        module = nnx.merge(setup.graph, setup.weights(params), buffers)
+        weights = setup.weights(params)
 
         def body(i, carry):
             batch, place_b, ended_b, out_bN = carry
-            logits_bSV, _ = module(batch, setup.axis)
+            logits_bSV, _ = setup.network(weights, buffers, batch, setup.axis)
             row_b = jnp.arange(place_b.shape[0])
             next_b = jnp.argmax(logits_bSV[row_b, place_b], axis=-1).astype(jnp.int32)
             ended_b |= place_b + 1 >= batch["tokens"].shape[1]

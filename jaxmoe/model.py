@@ -3,7 +3,8 @@
 
 Layers of one kind ('dense' or 'moe') are stored stacked, [layers of the kind, ...], so
 that a parameter is one array however deep the model; they are taken apart once per
-step, before the layers are applied.
+step, before the layers are applied. `M6` says what parameters there are, `Network` how
+they are used, by the plain step and by the stages of a pipeline alike.
 
 Legend: B sequences, S positions, D width, V vocabulary, E experts, L MoE layers.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -112,15 +113,6 @@ class M6(nnx.Module):
 
         return create(rngs)
 
-    def blocks(self) -> list[tuple[nnx.GraphDef, Any]]:
-        """Graph and state of each block, in the order in which they are applied."""
-        stacks = {"dense": self.dense, "moe": self.moe}
-        apart = {kind: _unstack(stack) for kind, stack in stacks.items() if stack}
-        if self.model.share_layers:
-            return [apart[kind][0] for kind in self.kinds]
-        following = {kind: iter(blocks) for kind, blocks in apart.items()}
-        return [next(following[kind]) for kind in self.kinds]
-
     def embed(self, batch: Batch) -> Float[Array, "B S D"]:
         """The sequences as vectors; zeros at padding."""
         return self.embedder(
@@ -139,19 +131,86 @@ class M6(nnx.Module):
         self, batch: Batch, axis: ExpertAxis = _ONE_DEVICE
     ) -> tuple[Float[Array, "B S V"], MoEStats | None]:
         """Logits of every position, and the statistics of the MoE layers, stacked."""
-        mask = attention_mask(batch["sequence"], batch["decoder"])
-        sequences = sequences_of(batch)
-        x_BSD = self.embed(batch)
-        layer_stats = []
-        for layer, (graph, state) in enumerate(self.blocks()):
-            apply = block_function(self.model, graph, axis)
-            x_BSD, stats = apply((state,), x_BSD, mask, of_layer(sequences, layer))
+        _, params, buffers = nnx.split(self, nnx.Param, ...)
+        weights = take_apart(nnx.to_pure_dict(params))
+        return Network(self)(weights, nnx.to_pure_dict(buffers), batch, axis)
+
+
+class Network:
+    """How a model is applied, part by part, to weights that are given.
+
+    Weights are the parameters as nested dicts, but that each stack of blocks is a list
+    of its layers (`take_apart`).
+    """
+
+    def __init__(self, module: M6):
+        self.model, self.kinds = module.model, module.kinds
+        stacks = {kind: getattr(module, kind) for kind in STACKS}
+        self._graphs = {k: nnx.split(s)[0] for k, s in stacks.items() if s is not None}
+        self._ends_graph = nnx.split(without_blocks(module))[0]
+
+    def ends(self, weights: Any) -> M6:
+        """What can embed and give logits."""
+        ends = {name: part for name, part in weights.items() if name not in STACKS}
+        return nnx.merge(self._ends_graph, ends)
+
+    def layers(
+        self,
+        kinds: tuple[str, ...],
+        layers: Sequence[tuple[Any, Any]],
+        x_BSD: Float[Array, "B S D"],
+        *,
+        mask: Bool[Array, "B 1 S S"],
+        sequences: Sequences,
+        axis: ExpertAxis,
+        first_layer: int | jax.Array = 0,
+    ) -> tuple[Float[Array, "B S D"], MoEStats | None]:
+        """Applies some layers that follow each other.
+
+        Args:
+          kinds: of the layers.
+          layers: parameters and buffers of each.
+          x_BSD, mask, sequences: the tokens, who sees whom, what else is known of them.
+          axis: devices along `expert`.
+          first_layer: number in the model of the first of them.
+
+        Returns:
+          The tokens, and the statistics of the MoE layers, stacked.
+        """
+        found = []
+        for i, (kind, states) in enumerate(zip(kinds, layers, strict=True)):
+            apply = _block_function(self.model, self._graphs[kind], axis)
+            numbered = _of_layer(sequences, first_layer + i)
+            x_BSD, stats = apply(states, x_BSD, mask, numbered)
             if stats is not None:
-                layer_stats.append(stats)
-        stacked = None
-        if layer_stats:
-            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layer_stats)
-        return self.logits(x_BSD), stacked
+                found.append(stats)
+        if not found:
+            return x_BSD, None
+        return x_BSD, jax.tree.map(lambda *rows: jnp.stack(rows), *found)
+
+    def __call__(
+        self, weights: Any, buffers: Any, batch: Batch, axis: ExpertAxis
+    ) -> tuple[Float[Array, "B S V"], MoEStats | None]:
+        """Logits of every position, and the statistics of the MoE layers, stacked."""
+        ends = self.ends(weights)
+        pairs = {}
+        for kind in self._graphs:
+            rows = unstack(buffers.get(kind, {}), len(weights[kind]))
+            pairs[kind] = list(zip(weights[kind], rows, strict=True))
+        if self.model.share_layers:
+            layers = [pairs[kind][0] for kind in self.kinds]
+        else:
+            following = {kind: iter(of_kind) for kind, of_kind in pairs.items()}
+            layers = [next(following[kind]) for kind in self.kinds]
+        x_BSD, stats = self.layers(
+            self.kinds,
+            layers,
+            ends.embed(batch),
+            mask=attention_mask(batch["sequence"], batch["decoder"]),
+            sequences=sequences_of(batch),
+            axis=axis,
+        )
+        return ends.logits(x_BSD), stats
 
 
 def without_blocks(module: M6) -> M6:
@@ -168,7 +227,7 @@ def sequences_of(batch: Batch) -> Sequences:
     return Sequences(valid_BS, number_B, batch.get("key"))
 
 
-def of_layer(sequences: Sequences, layer: int | jax.Array) -> Sequences:
+def _of_layer(sequences: Sequences, layer: int | jax.Array) -> Sequences:
     """The same with the random keys of one layer."""
     if sequences.key_B is None:
         return sequences
@@ -176,7 +235,7 @@ def of_layer(sequences: Sequences, layer: int | jax.Array) -> Sequences:
     return dataclasses.replace(sequences, key_B=fold(sequences.key_B, layer))
 
 
-def block_function(model: Model, graph: nnx.GraphDef, axis: ExpertAxis) -> Callable:
+def _block_function(model: Model, graph: nnx.GraphDef, axis: ExpertAxis) -> Callable:
     """The function (states, x_BSD, mask, sequences) of a block -> (x_BSD, MoEStats).
 
     Its backward recomputes what `model.remat` says, never the expert exchange.
@@ -195,18 +254,31 @@ def block_function(model: Model, graph: nnx.GraphDef, axis: ExpertAxis) -> Calla
     return jax.checkpoint(apply, policy=saved)
 
 
-def _unstack(stack: Block) -> list[tuple[nnx.GraphDef, Any]]:
-    """Graph and state of each block of a stack.
+def take_apart(tree: Any) -> Any:
+    """A nested dict of a model with each stack of blocks as a list of its layers."""
+    return {k: unstack(v) if k in STACKS else v for k, v in tree.items()}
+
+
+def put_together(tree: Any) -> Any:
+    """The reverse of `take_apart`."""
+    stack = partial(jax.tree.map, lambda *layers: jnp.stack(layers))
+    return {k: stack(*v) if k in STACKS else v for k, v in tree.items()}
+
+
+def unstack(stack: Any, count: int | None = None) -> list[Any]:
+    """The layers of a tree of arrays [layers, ...], each a tree of arrays of its own.
+
+    `count` is their number, for a tree that may have no arrays.
 
     lax.split, not indexing: its transpose is one concatenation, where L indexings
     would each make a gradient of the size of the whole stack.
     """
-    graph, state = nnx.split(stack)
-    leaves, tree = jax.tree.flatten(state)
-    apart = [jax.lax.split(leaf, [1] * leaf.shape[0], axis=0) for leaf in leaves]
+    leaves, tree = jax.tree.flatten(stack)
+    count = leaves[0].shape[0] if count is None else count
+    apart = [jax.lax.split(leaf, [1] * count, axis=0) for leaf in leaves]
     return [
-        (graph, jax.tree.unflatten(tree, [part[0] for part in parts]))
-        for parts in zip(*apart, strict=True)
+        jax.tree.unflatten(tree, [jnp.squeeze(part[i], 0) for part in apart])
+        for i in range(count)
     ]
 
 

@@ -101,20 +101,24 @@ class Setup:
                 config.model, config.moe, vocab_size, rngs=nnx.Rngs(config.train.seed)
             )
         )
+        self.network = model_lib.Network(module)
         self.graph, params, buffers = nnx.split(module, nnx.Param, ...)
         self.abstract_params = nnx.to_pure_dict(params)
         self.compute_specs = nnx.to_pure_dict(_compute_specs(params))
         self.buffer_specs = nnx.to_pure_dict(_compute_specs(buffers))
         self.master_specs = {
             name: jax.tree.map(
-                partial(self._master_spec, keep=int(name in model_lib.STACKS)),
+                # Each layer of a stack is split by itself.
+                lambda leaf, spec, keep=int(name in model_lib.STACKS): (
+                    sharding.master_spec(leaf.shape, spec, mesh, keep=keep)
+                ),
                 part,
                 self.compute_specs[name],
             )
             for name, part in self.abstract_params.items()
         }
         self.microbatches = config_lib.microbatches(config, mesh.shape["pipe"])
-        self.pipelined = self._pipelined(module) if mesh.shape["pipe"] > 1 else None
+        self.pipelined = self._pipelined() if mesh.shape["pipe"] > 1 else None
         shapes = jax.eval_shape(self._initial_state)
         self.state_sharding = sharding.named(mesh, self._state_specs(shapes.optimizer))
         self.abstract_state = jax.tree.map(
@@ -126,19 +130,14 @@ class Setup:
         )
         self.batch_sharding = jax.sharding.NamedSharding(mesh, BATCH_SPEC)
 
-    def _master_spec(self, leaf: Any, spec: P, *, keep: int) -> P:
-        # Layers of a stack go to different ranks of `pipe`: each is split by itself.
-        keep = keep if self.mesh.shape["pipe"] > 1 else 0
-        return sharding.master_spec(leaf.shape, spec, self.mesh, keep=keep)
-
-    def _pipelined(self, module: model_lib.M6) -> PipelinedGradients:
+    def _pipelined(self) -> PipelinedGradients:
         config, ranks = self.config, self.mesh.shape["pipe"]
         count = config_lib.pipeline_microbatches(config.pipeline, ranks)
         schedule = build(config.pipeline.schedule, ranks, count)
         return PipelinedGradients(
             config.model,
             config.moe,
-            module=module,
+            network=self.network,
             table=lower(schedule, parse_costs(config.pipeline.costs)),
             alternating=config.pipeline.order == "alternating",
             axis=self.axis,
@@ -264,14 +263,28 @@ class Setup:
         """Master parts of this device -> weights in the compute layout and type."""
 
         params = model_lib.compute_weights(params, self.config.model)
-        return sharding.gather(params, self.compute_specs, self.master_specs)
+        return sharding.gather(model_lib.take_apart(params), *self._layer_specs())
+
+    def _layer_specs(self) -> tuple[Any, Any]:
+        """Compute and master layouts of parameters that are taken apart."""
+
+        def apart(specs: Any) -> Any:
+            layers = jax.tree.map(lambda leaf: leaf.shape[0], self.abstract_params)
+            found = {}
+            for name, part in specs.items():
+                found[name] = part
+                if name in model_lib.STACKS:
+                    one = jax.tree.map(lambda spec: P(*spec[1:]), part)
+                    found[name] = [one] * jax.tree.leaves(layers[name])[0]
+            return found
+
+        return apart(self.compute_specs), apart(self.master_specs)
 
     def forward(
         self, weights: Any, buffers: Any, batch: Batch
     ) -> tuple[LossSums, MoEStats | None]:
         """This device's losses and statistics of one microbatch."""
-        module = nnx.merge(self.graph, weights, buffers)
-        logits_BSV, stats = module(batch, self.axis)
+        logits_BSV, stats = self.network(weights, buffers, batch, self.axis)
         targets, task = batch["targets"], batch["task"]
         return loss_sums(logits_BSV, targets, task, len(TASKS)), stats
 
@@ -317,10 +330,8 @@ class Setup:
             return jax.grad(loss, has_aux=True)(weights, microbatch)
 
         gradients, (sums, stats) = _sum_over_microbatches(microbatch_gradients, batch)
-        gradients = sharding.scatter_sum(
-            gradients, self.compute_specs, self.master_specs, self.mesh
-        )
-        return gradients, sums, stats
+        gradients = sharding.scatter_sum(gradients, *self._layer_specs(), self.mesh)
+        return model_lib.put_together(gradients), sums, stats
 
     def _initial_state(self) -> TrainState:
         _, params, buffers = self.init_params()

@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from jaxmoe import config as config_lib
@@ -49,7 +48,7 @@ class PipelinedGradients:
 
     Args:
       model, moe: their configurations.
-      module: the abstract M6.
+      network: how the model is applied.
       table: the ticks.
       axis: the devices along `expert`.
       mesh: the mesh.
@@ -64,7 +63,7 @@ class PipelinedGradients:
         model: Model,
         moe: MoE,
         *,
-        module: model_lib.M6,
+        network: model_lib.Network,
         table: TickTable,
         axis: ExpertAxis,
         mesh: Mesh,
@@ -86,9 +85,7 @@ class PipelinedGradients:
         tokens = num_sequences * model.sequence_length
         self.routing_groups = tokens // config_lib.group_tokens(model, moe)
         self.partition = partition(kinds, table.schedule, shared=model.share_layers)
-        stacks = {kind: getattr(module, kind) for kind in STACKS}
-        self.graphs = {k: nnx.split(s)[0] for k, s in stacks.items() if s is not None}
-        self.ends_graph = nnx.split(model_lib.without_blocks(module))[0]
+        self.network, self.kinds = network, tuple(dict.fromkeys(kinds))
         directions = range(table.schedule.num_directions)
         # Per direction and kind, [R, n]: where the weights and the statistics belong.
         self.places = [self._table(d, "place") for d in directions]
@@ -108,7 +105,7 @@ class PipelinedGradients:
                 ],
                 np.int32,
             ).reshape(self.table.schedule.num_ranks, -1)
-            for kind in self.graphs
+            for kind in self.kinds
         }
 
     def __call__(
@@ -165,13 +162,13 @@ class PipelinedGradients:
         for kind, table in places.items():
             specs = self._specs(params[kind], kind)
             stack = sharding.gather_layers(params[kind], *specs, table)
-            layers[kind] = _apart(stack, table.shape[1])
+            layers[kind] = model_lib.unstack(stack, table.shape[1])
         return layers
 
     def _distribute(self, sums: Sums) -> dict[str, Any]:
         """Gradients of all directions' layers, added in the master layout."""
         found = {}
-        for kind in self.graphs:
+        for kind in self.kinds:
             specs = self._specs(None, kind)
             total = None
             for places, layers in zip(self.places, sums.weights, strict=True):
@@ -208,7 +205,7 @@ class PipelinedGradients:
         for kind, table in places.items():
             mine = jnp.asarray(np.maximum(table, 0))[rank]
             stack = jax.tree.map(lambda x, mine=mine: x[mine], buffers.get(kind, {}))
-            layers[kind] = _apart(stack, table.shape[1])
+            layers[kind] = model_lib.unstack(stack, table.shape[1])
         return layers
 
     def _zeros(self, weights: list[Layers], ends: Any) -> Sums:
@@ -270,7 +267,7 @@ class _Pass:
         rows = jax.tree.map(lambda x: x.reshape(each * b, *x.shape[2:]), rows)
 
         def part(ends):
-            return nnx.merge(self._static.ends_graph, ends).embed(rows)
+            return self._static.network.ends(ends).embed(rows)
 
         x_BSD, pull = jax.vjp(part, ends)
         x_mbSD = x_BSD.reshape(each, b, S, -1)
@@ -299,7 +296,7 @@ class _Pass:
     def finish(self, ends: Any, y_BSD: jax.Array, microbatch: jax.Array):
         """(share of the cross-entropy, losses) of one microbatch."""
         batch = self._of(microbatch, "targets", "task")
-        logits_BSV = nnx.merge(self._static.ends_graph, ends).logits(y_BSD)
+        logits_BSV = self._static.network.ends(ends).logits(y_BSD)
         sums = loss_lib.loss_sums(
             logits_BSV, batch["targets"], batch["task"], self._static.num_tasks
         )
@@ -340,21 +337,18 @@ class _Pass:
         """((output, share of the routers' losses), statistics or None)."""
         static = self._static
         following = {kind: iter(rows) for kind, rows in context["buffers"].items()}
-        found = []
-        for i, (kind, params) in enumerate(zip(kinds, layers, strict=True)):
-            apply = model_lib.block_function(
-                static.model, static.graphs[kind], static.axis
-            )
-            number = context["first_layer"] + i
-            sequences = model_lib.of_layer(context["sequences"], number)
-            states = (params, next(following[kind]))
-            x_BSD, stats = apply(states, x_BSD, context["mask"], sequences)
-            if stats is not None:
-                found.append(stats)
+        x_BSD, stats = static.network.layers(
+            kinds,
+            [(w, next(following[k])) for k, w in zip(kinds, layers, strict=True)],
+            x_BSD,
+            mask=context["mask"],
+            sequences=context["sequences"],
+            axis=static.axis,
+            first_layer=context["first_layer"],
+        )
         share = jnp.zeros((), jnp.float32)
-        if not found:
+        if stats is None:
             return (x_BSD, share), None
-        stats = jax.tree.map(lambda *rows: jnp.stack(rows), *found)
         share += loss_lib.routing_loss(
             stats,
             static.moe,
@@ -366,16 +360,3 @@ class _Pass:
 
 def _zeros_of(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
-
-
-def _apart(stack: Any, count: int) -> list[Any]:
-    """The layers of a stack as trees of their own.
-
-    Before the ticks, so that a layer's weights are arrays by themselves: of a slice of
-    a stack nothing could tell that it need not be stashed.
-    """
-    leaves, tree = jax.tree.flatten(stack)
-    parts = [jax.lax.split(leaf, [1] * count, axis=0) for leaf in leaves]
-    return [
-        jax.tree.unflatten(tree, [part[i][0] for part in parts]) for i in range(count)
-    ]
