@@ -274,7 +274,8 @@ def unstack(stack: Any, count: int | None = None) -> list[Any]:
     would each make a gradient of the size of the whole stack.
     """
     leaves, tree = jax.tree.flatten(stack)
-    count = leaves[0].shape[0] if count is None else count
+    if count is None:
+        count = int(leaves[0].shape[0])
     apart = [jax.lax.split(leaf, [1] * count, axis=0) for leaf in leaves]
     return [
         jax.tree.unflatten(tree, [jnp.squeeze(part[i], 0) for part in apart])

@@ -41,3 +41,21 @@ def test_moe_layer():
         "expert4_over_1",
     }
     assert are_positive(figures.values())
+
+
+@pytest.mark.slow
+def test_prototypes():
+    """Losses of every number of prototypes, of a run too short to tell anything."""
+    figures = last_line(
+        "prototypes.py",
+        "--seeds=1",
+        "--gin.Train.steps=2",
+        "--gin.Train.eval_batches=1",
+    )
+    assert list(figures) == ["1", "2", "4"]
+    for of_k in figures.values():
+        for name in ("", "dropless_"):
+            assert of_k[f"{name}losses"] == [of_k[f"{name}mean"]]
+            assert are_positive(of_k[f"{name}losses"])
+            assert of_k[f"{name}spread"] == 0.0
+        assert 0 < of_k["dropped_fraction"] < 1

@@ -187,7 +187,8 @@ def _part_input_gradients(w: Weights, x_bD: jax.Array, dy_bD: jax.Array):
     """(gradient of the rows, (h, gradients before the activation))."""
     h_bF, pull = jax.vjp(_activate, _before(w, x_bD))
     dpre = pull(dy_bD @ w["down"].T)[0]
-    return sum(value @ w[name].T for name, value in dpre.items()), (h_bF, dpre)
+    dx_bD: Any = sum(value @ w[name].T for name, value in dpre.items())
+    return dx_bD, (h_bF, dpre)
 
 
 def _add_part(total: Weights, x_bD: jax.Array, dy_bD: jax.Array, between) -> Weights:

@@ -33,6 +33,7 @@ CONFIG = tiny_config(
 )
 DEEP = changed(CONFIG, model={"num_layers": 16})
 UNEVEN = changed(CONFIG, model={"num_layers": 7, "layer_pattern": "moe"})
+BY_KIND = changed(CONFIG, model={"layer_pattern": "dense*2,moe*2"})
 FEW = changed(CONFIG, model={"num_layers": 6, "layer_pattern": "dense*2,moe"})
 
 
@@ -113,6 +114,19 @@ def test_without_w_in_the_same_tick():
     """zb_h1 defers every W it can: three slots wait, and the numbers stay."""
     setup = check(with_schedule(CONFIG, "zb_h1"), (1, 1, 4))
     assert setup.pipelined.table.slots.deferred > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "name", "mesh"),
+    [
+        pytest.param(CONFIG, "dualpipev", (1, 1, 4), id="a V with empty stages"),
+        pytest.param(BY_KIND, "dualpipe", (1, 2, 2), id="a stage of one kind"),
+    ],
+)
+def test_directions_without_layers_of_a_kind(config, name, mesh):
+    """A direction may have no layer at all, or none with experts."""
+    check(with_schedule(config, name), mesh)
 
 
 @pytest.mark.slow
