@@ -11,7 +11,6 @@ Legend: B sequences, S positions, D width, V vocabulary, E experts, L MoE layers
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -193,18 +192,9 @@ class Network:
     ) -> tuple[Float[Array, "B S V"], MoEStats | None]:
         """Logits of every position, and the statistics of the MoE layers, stacked."""
         ends = self.ends(weights)
-        pairs = {}
-        for kind in self._graphs:
-            rows = unstack(buffers.get(kind, {}), len(weights[kind]))
-            pairs[kind] = list(zip(weights[kind], rows, strict=True))
-        if self.model.share_layers:
-            layers = [pairs[kind][0] for kind in self.kinds]
-        else:
-            following = {kind: iter(of_kind) for kind, of_kind in pairs.items()}
-            layers = [next(following[kind]) for kind in self.kinds]
         x_BSD, stats = self.layers(
             self.kinds,
-            layers,
+            self.in_order(weights, buffers),
             ends.embed(batch),
             mask=attention_mask(batch["sequence"], batch["decoder"]),
             sequences=sequences_of(batch),
@@ -212,10 +202,22 @@ class Network:
         )
         return ends.logits(x_BSD), stats
 
+    def in_order(self, weights: Any, buffers: Any) -> list[tuple[Any, Any]]:
+        """Parameters and buffers of each layer, in the order in which they apply."""
+        pairs = {}
+        for kind in self._graphs:
+            rows = unstack(buffers.get(kind, {}), len(weights[kind]))
+            pairs[kind] = list(zip(weights[kind], rows, strict=True))
+        if self.model.share_layers:
+            return [pairs[kind][0] for kind in self.kinds]
+        following = {kind: iter(of_kind) for kind, of_kind in pairs.items()}
+        return [next(following[kind]) for kind in self.kinds]
+
 
 def without_blocks(module: M6) -> M6:
     """A copy that can only embed and give logits."""
-    rest = copy.copy(module)
+    # Merged anew: what was made outside of a trace cannot be changed inside of it.
+    rest = nnx.merge(*nnx.split(module))
     rest.dense, rest.moe = None, None
     return rest
 

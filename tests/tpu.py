@@ -32,6 +32,7 @@ class Collective(NamedTuple):
     dtype: str  # of its first result, as HLO writes it
     dims: tuple[int, ...]
     starts: bool  # asynchronous: its end is another instruction
+    groups: str  # numbers of the devices that take part, as HLO writes them
 
 
 @functools.lru_cache
@@ -65,5 +66,7 @@ def collectives(text: str) -> list[Collective]:
     for line in text.splitlines():
         if match := re.search(pattern, line):
             dims = tuple(int(n) for n in match[2].split(",") if n)
-            found.append(Collective(match[3], match[1], dims, bool(match[4])))
+            groups = re.search(r"replica_groups=(\S+?}}|\S+?\]),", line)
+            start, text = bool(match[4]), groups[1] if groups else ""
+            found.append(Collective(match[3], match[1], dims, start, text))
     return found

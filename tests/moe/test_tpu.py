@@ -39,8 +39,8 @@ def mesh():
 def test_collectives_of_the_layer(mesh, exchange):
     """Per MoE layer: rows cross twice forward and twice backward, counts once.
 
-    No all-gather has tokens (a gather over `expert` would make rows of D numbers out
-    of those of 4 devices) or whole experts (E x D x F numbers, in any order).
+    No all-gather has tokens (over `expert` it would have rows of D numbers from 4
+    devices), and none more than the experts of one device.
     """
     config = changed(CONFIG, moe={"exchange": exchange})
     found = collectives(compiled_step(config, mesh, 264))
@@ -51,12 +51,16 @@ def test_collectives_of_the_layer(mesh, exchange):
     assert {c.dims[0] * math.prod(c.dims[1:]) % D for c in rows} == {0}
     counts = [c for c in found if "all-to-all" in c.kind and c not in rows]
     assert [(c.kind, c.dtype) for c in counts] == [("all-to-all", "s32")] * layers
+    # Weights are gathered over all devices, or, of experts, over `data`: never over
+    # `expert` alone, which is devices 0 to 3 and 4 to 7.
+    groups = {c.groups for c in found if c.kind == "all-gather"}
+    assert groups <= {"{{0,1,2,3,4,5,6,7}}", "{{0,4},{1,5},{2,6},{3,7}}"}
+    one_device_experts = 2 * CONFIG.moe.num_experts // 4 * D * CONFIG.model.ffn_width
     gathered = [math.prod(c.dims) for c in found if c.kind == "all-gather"]
-    one_device_experts = CONFIG.moe.num_experts // 4 * D * CONFIG.model.ffn_width
-    # Weight gathers are over `data` (ZeRO-1): the experts of one device at most.
     assert max(gathered) <= layers * one_device_experts
     tokens = BATCH * S // 8
-    assert all(c.dims[0] < tokens for c in found if c.kind == "all-gather")
+    shapes = {c.dims for c in found if c.kind == "all-gather"}
+    assert not shapes & {(4 * tokens, D), (4, tokens, D), (4 * BATCH // 8, S, D)}
 
 
 def test_equal_exchange_is_asynchronous(mesh):
