@@ -41,13 +41,19 @@ class Layout:
       sizes_p: rows of each slot, without the filling up to a block.
       slot_of_block: slot of each block of rows; only `used_blocks` have rows.
       used_blocks: blocks that hold rows.
-      block: rows of a block (static).
+      parts: rows of the parts in which a slot's are best computed, of the larger ones
+        first; the last is `block` (static).
     """
 
     sizes_p: jax.Array
     slot_of_block: jax.Array
     used_blocks: jax.Array
-    block: int = flax.struct.field(pytree_node=False)
+    parts: tuple[int, ...] = flax.struct.field(pytree_node=False)
+
+    @property
+    def block(self) -> int:
+        """Rows of a block."""
+        return self.parts[-1]
 
 
 @flax.struct.dataclass
@@ -159,15 +165,21 @@ def rows_capacity(assignments: int, num_slots: int, block: int) -> int:
 
 
 def choose_block(assignments: int, num_slots: int) -> int:
-    """Rows of a block: about 1/4 of the even share of a slot.
+    """Rows of a block, from the even share of a slot: 8, 16 or 32.
 
-    A power of 2 in [16, 64], or 8 where the share is below 16: products of fewer rows
-    are slow, and more waste rows at the end of a slot.
+    Products of fewer rows are slow, and more waste rows at the end of a slot.
     """
     share = assignments // num_slots
-    if share < 16:
-        return 8
-    return max(16, min(64, 1 << ((share // 4).bit_length() - 1)))
+    return 8 if share < 16 else 16 if share < 128 else 32
+
+
+def choose_parts(even_share: int, block: int) -> tuple[int, ...]:
+    """Rows of the parts in which a slot's are best computed.
+
+    Large products are faster per row; blocks waste fewer rows at the end of a slot.
+    """
+    large = 1 << (max(1, min(even_share, 256)).bit_length() - 1)
+    return (large, block) if large > block else (block,)
 
 
 def dispatch(
@@ -192,11 +204,12 @@ def dispatch(
       block: rows of a block.
     """
     T, K = slots_TK.shape
+    parts = choose_parts(T * K * axis.size // num_slots, block)
     if axis.size > 1:
         received, sizes_Xp, route = _send(x_TD, slots_TK, num_slots, axis, buffer_rows)
         assert route.way is not None
         row_of, layout = _place_received(
-            sizes_Xp, route.way.receive_start_X, received.shape[0], block
+            sizes_Xp, route.way.receive_start_X, received.shape[0], parts
         )
         receive_of = _invert(row_of, layout.slot_of_block.size * block)
         rows = take_rows(received, receive_of, row_of[:, None])
@@ -204,7 +217,7 @@ def dispatch(
         return rows, layout, dataclasses.replace(route, **places)
 
     flat, rank, sizes_P = _sort(slots_TK, num_slots)
-    layout, starts = _layout(sizes_P, rows_capacity(T * K, num_slots, block), block)
+    layout, starts = _layout(sizes_P, T * K, parts)
     first = jnp.cumsum(sizes_P) - sizes_P
     slot = jnp.minimum(flat, num_slots - 1)
     R = layout.slot_of_block.size * block
@@ -374,19 +387,24 @@ def _invert(place: jax.Array, size: int) -> jax.Array:
     return empty.at[place].set(index, mode="drop", unique_indices=True)
 
 
-def _layout(sizes_p: jax.Array, rows: int, block: int) -> tuple[Layout, jax.Array]:
-    """Blocks for slots of the given sizes, and the first row of each slot."""
+def _layout(
+    sizes_p: jax.Array, most: int, parts: tuple[int, ...]
+) -> tuple[Layout, jax.Array]:
+    """Blocks for slots with `most` rows in all, and the first row of each slot."""
+    block = parts[-1]
+    rows = rows_capacity(most, sizes_p.size, block)
+    parts = tuple(size for size in parts if size <= max(rows, block))
     blocks_p = -(-sizes_p // block)
     ends_p = jnp.cumsum(blocks_p)
     index = jnp.arange(rows // block)
     slot_of_block = jnp.searchsorted(ends_p, index, side="right")
     slot_of_block = jnp.minimum(slot_of_block, sizes_p.size - 1).astype(jnp.int32)
-    layout = Layout(sizes_p, slot_of_block, ends_p[-1], block)
+    layout = Layout(sizes_p, slot_of_block, ends_p[-1], parts)
     return layout, (ends_p - blocks_p) * block
 
 
 def _place_received(
-    sizes_Xp: jax.Array, start_X: jax.Array, places: int, block: int
+    sizes_Xp: jax.Array, start_X: jax.Array, places: int, parts: tuple[int, ...]
 ) -> tuple[jax.Array, Layout]:
     """Row of each place of the receive buffer (past the end if none), and the layout.
 
@@ -394,11 +412,9 @@ def _place_received(
       sizes_Xp: rows by source and slot.
       start_X: place of each source's first row; a source's rows are sorted by slot.
       places: U.
-      block: rows of a block.
+      parts: as in the layout.
     """
-    p = sizes_Xp.shape[1]
-    rows = rows_capacity(places, p, block)
-    layout, first_row_p = _layout(jnp.sum(sizes_Xp, axis=0), rows, block)
+    layout, first_row_p = _layout(jnp.sum(sizes_Xp, axis=0), places, parts)
     begin_Xp = start_X[:, None] + jnp.cumsum(sizes_Xp, axis=1) - sizes_Xp
     from_others_Xp = jnp.cumsum(sizes_Xp, axis=0) - sizes_Xp
     offset_Xp = first_row_p[None] + from_others_Xp - begin_Xp
@@ -411,5 +427,5 @@ def _place_received(
     run_U = jnp.minimum(run_U, sizes_Xp.size - 1)
     found_U &= place_U >= begin_Xp.reshape(-1)[run_U]
     row_U = place_U + offset_Xp.reshape(-1)[run_U]
-    row_U = jnp.where(found_U, row_U, layout.slot_of_block.size * block)
+    row_U = jnp.where(found_U, row_U, layout.slot_of_block.size * layout.block)
     return row_U.astype(jnp.int32), layout

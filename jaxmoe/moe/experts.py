@@ -28,8 +28,7 @@ from jaxmoe.layers.linear import no_param, normal_param, zeros_param
 from jaxmoe.moe.dispatch import Layout
 from jaxmoe.moe.exchange import ExpertAxis
 
-_BLOCKS_AT_ONCE = 4  # as long as a slot has so many
-
+Parts = tuple[int, ...]  # rows of the parts of a slot, as in the layout
 Weights = dict[str, jax.Array]  # up, gate, down, up_bias, down_bias: those there are
 
 
@@ -59,7 +58,7 @@ class Experts(nnx.Module):
         weights = {name: w[...] for name, w in found.items() if w is not None}
         if axis.platform == "cpu":
             apart = axis.weights_apart
-            return _blocks(x_RD, weights, layout.sizes_p, layout.block, apart)
+            return _blocks(x_RD, weights, layout.sizes_p, layout.parts, apart)
         return _ragged(x_RD, weights, layout)
 
 
@@ -93,13 +92,11 @@ def _activate(pre: dict[str, jax.Array]) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _blocks(x_RD, weights: Weights, sizes_p, block: int, apart: bool):
-    return _blocks_forward(x_RD, weights, sizes_p, block, apart)[0]
+def _blocks(x_RD, weights: Weights, sizes_p, parts: Parts, apart: bool):
+    return _blocks_forward(x_RD, weights, sizes_p, parts, apart)[0]
 
 
-def _blocks_forward(x_RD, weights: Weights, sizes_p, block: int, apart: bool):
-    parts = _part_sizes(x_RD.shape[0], block)
-
+def _blocks_forward(x_RD, weights: Weights, sizes_p, parts: Parts, apart: bool):
     def of_slot(slot, first, rows, y_RD):
         w = _at(weights, slot)
 
@@ -111,17 +108,16 @@ def _blocks_forward(x_RD, weights: Weights, sizes_p, block: int, apart: bool):
 
         return _for_parts(parts, first, rows, of_part, y_RD)
 
-    y_RD = _for_used_slots(sizes_p, block, of_slot, jnp.zeros_like(x_RD))
+    y_RD = _for_used_slots(sizes_p, parts, of_slot, jnp.zeros_like(x_RD))
     return y_RD, (x_RD, weights, sizes_p)
 
 
-def _blocks_backward(block: int, apart: bool, residuals, dy_RD):
+def _blocks_backward(parts: Parts, apart: bool, residuals, dy_RD):
     x_RD, weights, sizes_p = residuals
     if apart:
-        dx_RD, between = _input_gradients(residuals, dy_RD, block)
-        dweights = _weight_gradients(residuals, dy_RD, between, block)
+        dx_RD, between = _input_gradients(residuals, dy_RD, parts)
+        dweights = _weight_gradients(residuals, dy_RD, between, parts)
         return dx_RD, dweights, None
-    parts = _part_sizes(x_RD.shape[0], block)
 
     def of_slot(slot, first, rows, carry):
         w = _at(weights, slot)
@@ -140,14 +136,13 @@ def _blocks_backward(block: int, apart: bool, residuals, dy_RD):
         return rows_RD, _put(dweights, dw, slot)
 
     start = (dy_RD, jax.tree.map(jnp.zeros_like, weights))
-    dx_RD, dweights = _for_used_slots(sizes_p, block, of_slot, start)
+    dx_RD, dweights = _for_used_slots(sizes_p, parts, of_slot, start)
     return dx_RD, dweights, None
 
 
-def _input_gradients(residuals, dy_RD, block: int):
+def _input_gradients(residuals, dy_RD, parts: Parts):
     """(gradient of the rows, (h, gradient before the activation) for the weights)."""
     x_RD, weights, sizes_p = residuals
-    parts = _part_sizes(x_RD.shape[0], block)
 
     def of_slot(slot, first, rows, carry):
         w = _at(weights, slot)
@@ -162,12 +157,11 @@ def _input_gradients(residuals, dy_RD, block: int):
     h_RF = jnp.zeros((x_RD.shape[0], weights["up"].shape[2]), x_RD.dtype)
     dpre = {name: h_RF for name in ("up", "gate") if name in weights}
     start = (jnp.zeros_like(x_RD), (h_RF, dpre))
-    return _for_used_slots(sizes_p, block, of_slot, start)
+    return _for_used_slots(sizes_p, parts, of_slot, start)
 
 
-def _weight_gradients(residuals, dy_RD, between, block: int) -> Weights:
+def _weight_gradients(residuals, dy_RD, between, parts: Parts) -> Weights:
     x_RD, weights, sizes_p = residuals
-    parts = _part_sizes(x_RD.shape[0], block)
 
     def of_slot(slot, first, rows, dweights):
         def of_part(start, size, total):
@@ -180,7 +174,7 @@ def _weight_gradients(residuals, dy_RD, between, block: int) -> Weights:
         return _put(dweights, _for_parts(parts, first, rows, of_part, zeros), slot)
 
     zeros = jax.tree.map(jnp.zeros_like, weights)
-    return _for_used_slots(sizes_p, block, of_slot, zeros)
+    return _for_used_slots(sizes_p, parts, of_slot, zeros)
 
 
 def _part_input_gradients(w: Weights, x_bD: jax.Array, dy_bD: jax.Array):
@@ -217,12 +211,14 @@ def _put(dweights: Weights, dw: Weights, slot: jax.Array) -> Weights:
 _blocks.defvjp(_blocks_forward, _blocks_backward)
 
 
-def _for_used_slots(sizes_p: jax.Array, block: int, body: Callable, carry: Any) -> Any:
+def _for_used_slots(
+    sizes_p: jax.Array, parts: Parts, body: Callable, carry: Any
+) -> Any:
     """carry = body(slot, its first row, its rows, carry), over the slots with rows.
 
     The others are left out, so that their weights are not read.
     """
-    rows_p = -(-sizes_p // block) * block
+    rows_p = -(-sizes_p // parts[-1]) * parts[-1]
     first_p = jnp.cumsum(rows_p) - rows_p
     slots_p = jnp.argsort(rows_p == 0, stable=True)  # those with rows first
 
@@ -233,17 +229,8 @@ def _for_used_slots(sizes_p: jax.Array, block: int, body: Callable, carry: Any) 
     return jax.lax.fori_loop(0, jnp.sum(rows_p > 0), step, carry)
 
 
-def _part_sizes(rows: int, block: int) -> tuple[int, ...]:
-    """Rows of the parts in which those of a slot are taken.
-
-    Large products are faster per row; small ones waste fewer rows at the end.
-    """
-    large = _BLOCKS_AT_ONCE * block
-    return (large, block) if large <= rows else (block,)
-
-
 def _for_parts(
-    parts: tuple[int, ...],
+    parts: Parts,
     first: jax.Array,
     rows: jax.Array,
     body: Callable,

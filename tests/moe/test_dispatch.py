@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmoe.mesh import BATCH_AXES
 from jaxmoe.moe.dispatch import (
     choose_block,
+    choose_parts,
     combine,
     dispatch,
     rows_capacity,
@@ -136,13 +137,21 @@ def test_gradients_contain_no_scatter_of_rows():
 
 
 @pytest.mark.parametrize(
-    ("assignments", "slots", "block"),
-    [(0, 4, 8), (31, 2, 8), (32, 2, 16), (511, 4, 16), (512, 4, 32), (10**6, 8, 64)],
+    ("assignments", "slots", "parts"),
+    [
+        (0, 4, (8,)),
+        (31, 2, (8,)),
+        (32, 2, (16,)),
+        (255, 2, (64, 16)),
+        (256, 2, (128, 32)),
+        (10**6, 8, (256, 32)),
+    ],
 )
-def test_block_is_a_power_of_2_below_the_even_share(assignments, slots, block):
-    """The largest power of 2 not above 1/4 of a slot's share, held to [16, 64]; for
-    shares below 16 it is 8."""
-    assert choose_block(assignments, slots) == block
+def test_parts_follow_the_even_share(assignments, slots, parts):
+    """Blocks of 8, 16 or 32 rows; before them the power of 2 not above the share, up to
+    256, if it is larger."""
+    block = choose_block(assignments, slots)
+    assert choose_parts(assignments // slots, block) == parts
 
 
 @given(

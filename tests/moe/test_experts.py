@@ -21,6 +21,7 @@ from jaxmoe.pipeline.stage import needed
 from tests import oracle
 
 D, F, SLOTS, BLOCK = 8, 12, 4, 8
+PARTS = (4 * BLOCK, BLOCK)
 # Rows of a slot: part of a block, none, 6 blocks (4 at once and 2), one.
 SIZES = np.array([3, 0, 45, 8])
 OF_BLOCK = np.array([0, 2, 2, 2, 2, 2, 2, 3, 3, 3])  # two blocks more than are used
@@ -28,7 +29,7 @@ OF_BLOCK = np.array([0, 2, 2, 2, 2, 2, 2, 3, 3, 3])  # two blocks more than are 
 
 def layout():
     sizes = jnp.asarray(SIZES, jnp.int32)
-    return Layout(sizes, jnp.asarray(OF_BLOCK, jnp.int32), jnp.int32(8), BLOCK)
+    return Layout(sizes, jnp.asarray(OF_BLOCK, jnp.int32), jnp.int32(8), PARTS)
 
 
 def real_rows():
@@ -59,7 +60,7 @@ def blocks(weights, x_RD, dy_RD, apart=False):
     """Value and derivatives (of the rows, of the weights) of the loop over blocks."""
 
     def apply(x_RD, weights):
-        return experts_lib._blocks(x_RD, weights, layout().sizes_p, BLOCK, apart)
+        return experts_lib._blocks(x_RD, weights, layout().sizes_p, PARTS, apart)
 
     y_RD, pull = jax.vjp(apply, x_RD, weights)
     return y_RD, pull(dy_RD)
@@ -174,7 +175,7 @@ def test_bfloat16_weight_gradients_add_up_in_float32():
         def total(weights):
             x_RD = jnp.tile(x_bD, (number, 1))
             sizes = jnp.array([number * BLOCK, 0, 0, 0], jnp.int32)
-            y = experts_lib._blocks(x_RD, weights, sizes, BLOCK, False)
+            y = experts_lib._blocks(x_RD, weights, sizes, (BLOCK,), False)
             return jnp.sum(y, dtype=jnp.float32)
 
         return jax.grad(total)(weights)
@@ -212,7 +213,7 @@ def test_weight_gradients_can_wait():
     def gradients(apart):
         def pull(x_RD, dy_RD):
             apply = lambda x, w: experts_lib._blocks(  # noqa: E731
-                x, w, layout().sizes_p, BLOCK, apart
+                x, w, layout().sizes_p, PARTS, apart
             )
             return jax.vjp(apply, x_RD, weights)[1](dy_RD)
 

@@ -31,7 +31,7 @@ CONFIG = tiny_config(
         "z_loss": 0.01,
     },
 )
-DEEP = changed(CONFIG, model={"num_layers": 16})
+DEEP = changed(CONFIG, model={"num_layers": 16, "layer_pattern": "dense*3,moe"})
 UNEVEN = changed(CONFIG, model={"num_layers": 7, "layer_pattern": "moe"})
 BY_KIND = changed(CONFIG, model={"layer_pattern": "dense*2,moe*2"})
 FEW = changed(CONFIG, model={"num_layers": 6, "layer_pattern": "dense*2,moe"})
