@@ -75,8 +75,9 @@ class PipelinedGradients:
         fill: float = 0.0,
     ):
         self.model, self.moe, self.table = model, moe, table
-        apart = table.slots.deferred > 0
-        self.axis = dataclasses.replace(axis, weights_apart=apart)
+        self.axis = axis
+        # Where a W may wait, Bi has the experts' weight gradients by themselves.
+        self.splits = table.slots.deferred > 0
         self.mesh, self.num_tasks = mesh, num_tasks
         self.alternating, self.fill = alternating, fill
         self.compute_specs, self.master_specs = compute_specs, master_specs
@@ -324,8 +325,11 @@ class _Pass:
             )
             key = (kinds, jax.tree.structure(context))
             if key not in made:
+                layers = partial(self._layers, kinds)
+                apart = dataclasses.replace(static.axis, weights_apart=static.splits)
                 made[key] = StagePrograms(
-                    partial(self._layers, kinds),
+                    partial(layers, apart),
+                    whole=partial(layers, static.axis) if static.splits else None,
                     weights=abstract([one_layer[kind] for kind in kinds]),
                     x=jax.ShapeDtypeStruct(inputs_MbSD.shape[1:], inputs_MbSD.dtype),
                     context=context,
@@ -333,7 +337,9 @@ class _Pass:
             stages.append((kinds, made[key]))
         return stages
 
-    def _layers(self, kinds: tuple[str, ...], layers: list[Any], x_BSD, context):
+    def _layers(
+        self, kinds: tuple[str, ...], axis: ExpertAxis, layers: list, x_BSD, context
+    ):
         """((output, share of the routers' losses), statistics or None)."""
         static = self._static
         following = {kind: iter(rows) for kind, rows in context["buffers"].items()}
@@ -343,7 +349,7 @@ class _Pass:
             x_BSD,
             mask=context["mask"],
             sequences=context["sequences"],
-            axis=static.axis,
+            axis=axis,
             first_layer=context["first_layer"],
         )
         share = jnp.zeros((), jnp.float32)

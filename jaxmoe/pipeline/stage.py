@@ -56,6 +56,8 @@ class StagePrograms:
     Args:
       forward: applies the stage's layers.
       weights, x, context: its abstract arguments; its output is like `x`.
+      whole: the same function with another derivative, for a B whose two parts need not
+        be told apart; it must leave the same residuals.
 
     Attributes:
       saved: shapes of what the forward leaves for the backward.
@@ -64,8 +66,25 @@ class StagePrograms:
     """
 
     def __init__(
-        self, forward: Forward, *, weights: Tree, x: jax.ShapeDtypeStruct, context: Tree
+        self,
+        forward: Forward,
+        *,
+        weights: Tree,
+        x: jax.ShapeDtypeStruct,
+        context: Tree,
+        whole: Forward | None = None,
     ):
+        self._arguments = weights, context, x
+        self._forward, self.saved, self._backward = self._trace_both(forward)
+        self._whole = self._backward
+        if whole is not None:
+            _, saved, self._whole = self._trace_both(whole)
+            assert saved == self.saved, (saved, self.saved)
+        self._cut(len(jax.tree.leaves((weights, context))))
+
+    def _trace_both(self, forward: Forward):
+        """(forward, what it stashes, backward) of one way to compute the stage."""
+
         def with_residuals(weights, context, x):
             (y, _), vjp, statistics = jax.vjp(
                 lambda w, x: forward(w, x, context), weights, x, has_aux=True
@@ -79,20 +98,21 @@ class StagePrograms:
             return dx, dweights
 
         trees: dict[str, Any] = {}
-        traced = _trace(with_residuals, (weights, context, x))
+        weights, context, x = self._arguments
+        traced = _trace(with_residuals, self._arguments)
         jaxpr = traced.closed.jaxpr
         given = len(jax.tree.leaves((weights, context)))
         results = len(jax.tree.leaves(traced.shapes[:2]))
         residuals = jaxpr.outvars[results:]
         saved, again = choose_saved(jaxpr, given, residuals)
-        self.saved = list(map(_shape, saved))
+        shapes = list(map(_shape, saved))
         outvars = [*jaxpr.outvars[:results], *saved]
-        self._forward = _Traced(
+        forward_only = _Traced(
             ClosedJaxpr(
                 jaxpr.replace(eqns=needed(jaxpr.eqns, outvars), outvars=outvars),
                 traced.closed.consts,
             ),
-            (*traced.shapes[:2], self.saved),
+            (*traced.shapes[:2], shapes),
         )
 
         def backward(weights, context, saved_values, dy):
@@ -101,8 +121,7 @@ class StagePrograms:
             remake = jaxpr.replace(invars=invars, eqns=again, outvars=residuals)
             return pull(jax.core.eval_jaxpr(remake, traced.closed.consts, *flat), dy)
 
-        self._backward = _trace(backward, (weights, context, self.saved, x))
-        self._cut(given)
+        return forward_only, shapes, _trace(backward, (weights, context, shapes, x))
 
     def _cut(self, given: int) -> None:
         """Divides the equations of the backward between Bi and W.
@@ -161,11 +180,11 @@ class StagePrograms:
         self, weights: Tree, context: Tree, saved: list, dy: jax.Array
     ) -> Walk:
         """B, to be run; see `backward_results`."""
-        return self._backward.walk(weights, context, saved, dy)
+        return self._whole.walk(weights, context, saved, dy)
 
     def backward_results(self, results: list) -> tuple[jax.Array, Tree]:
         """(gradient of the input, gradients of the weights)."""
-        return self._backward.unflatten(results)
+        return self._whole.unflatten(results)
 
     def backward_inputs(
         self, weights: Tree, context: Tree, saved: list, dy: jax.Array
