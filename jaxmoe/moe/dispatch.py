@@ -179,7 +179,9 @@ def choose_parts(even_share: int, block: int) -> tuple[int, ...]:
     Large products are faster per row; blocks waste fewer rows at the end of a slot.
     """
     large = 1 << (max(1, min(even_share, 256)).bit_length() - 1)
-    return (large, block) if large > block else (block,)
+    if large <= block:
+        return (block,)
+    return (large, 2 * block, block) if large >= 8 * block else (large, block)
 
 
 def dispatch(

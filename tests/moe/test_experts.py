@@ -21,8 +21,8 @@ from jaxmoe.pipeline.stage import needed
 from tests import oracle
 
 D, F, SLOTS, BLOCK = 8, 12, 4, 8
-PARTS = (4 * BLOCK, BLOCK)
-# Rows of a slot: part of a block, none, 6 blocks (4 at once and 2), one.
+PARTS = (4 * BLOCK, 2 * BLOCK, BLOCK)
+# Rows of a slot: part of a block, none, 6 blocks (4 at once, then 2), one.
 SIZES = np.array([3, 0, 45, 8])
 OF_BLOCK = np.array([0, 2, 2, 2, 2, 2, 2, 3, 3, 3])  # two blocks more than are used
 
