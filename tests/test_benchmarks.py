@@ -37,7 +37,7 @@ def test_moe_layer():
         "onehot_over_sorted",
         "onehot_over_dropless",
         "peak_bytes_sorted_over_onehot",
-        "linear_in_tokens",
+        "off_linear",
         "expert4_over_1",
     }
     assert are_positive(figures.values())
