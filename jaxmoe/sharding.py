@@ -46,9 +46,9 @@ def master_spec(
 ) -> PartitionSpec:
     """The compute layout, further split over all mesh axes that it leaves free.
 
-    Takes the largest dimension that the free axes' product divides, but for the first
-    `keep`. An array none of whose dimensions can be divided stays as it is; such arrays
-    are small.
+    Takes the first dimension that the free axes' product divides, but for the first
+    `keep`: the further out, the longer the pieces that a gather copies. An array none
+    of whose dimensions can be divided stays as it is; such arrays are small.
     """
     used = set(compute)
     free = tuple(a for a in AXES if a not in used and mesh.shape[a] > 1)
@@ -60,7 +60,7 @@ def master_spec(
         if entries[i] is None and n % ways == 0 and n and i >= keep
     ]
     if free and fitting:
-        entries[max(fitting, key=lambda i: shape[i])] = free
+        entries[fitting[0]] = free
     return PartitionSpec(*entries)
 
 
@@ -197,7 +197,7 @@ def copies(spec: PartitionSpec, mesh: Mesh) -> int:
 # Collectives of many arrays -----------------------------------------------------------
 
 # Arrays up to this size travel together: a collective costs more than they do.
-SMALL_BYTES = 2**20
+SMALL_BYTES = 2**18
 
 Move = tuple[int, tuple[str, ...]] | None  # dimension, mesh axes
 

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floor 4. Plans improved by exchanging copies of experts between devices.
+"""Floor 4. The policy `swap`: copies change places until no exchange helps.
 
-`spread` takes second copies of an expert off a device. `level` exchanges until the
-heaviest device of a layer cannot be made lighter.
-
-One step is taken in all layers at once, and in each the best of all its exchanges.
-Layers lie along the last dimension, where the processor's vectors are, and every
-reduction is over other dimensions: XLA's CPU backend is several times slower otherwise.
+The start is the public algorithm's plan with no more copies of an expert than there are
+devices. `spread` takes second copies of an expert off a device. `level` exchanges
+copies between the heaviest device and others, and `recount` gives a slot to another
+expert where no exchange helps any more. Nothing leaves its node.
 
 Legend: L layers, E experts, P slots, N nodes, D devices, d devices of a node, k slots
 of a device, a slots of the device that gives.
@@ -14,35 +12,68 @@ of a device, a slots of the device that gives.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-_LARGE = 2**30
+from jaxmoe.eplb import greedy
+from jaxmoe.eplb.recount import Goal, best_recount, carry_out
+from jaxmoe.eplb.slots import (
+    NONE,
+    Slots,
+    exchange,
+    first_least,
+    held,
+    index_of,
+    known,
+    node_of,
+    of_device,
+    partner,
+    slots_of,
+)
+
 _GAIN = 1e-6  # an exchange must win more than this share, or rounding would go on
+_EVEN = 1.003  # a layer this near to the lower bound is not tried again
+_KICK = 0.03  # of the mean load; how far gains are disturbed where it is
 
 
-class Slots(NamedTuple):
-    """What lies in the slots: experts, and the share of a copy in their load."""
+def tries(num_replicas: int) -> int:
+    """How often a layer is tried again after changes that helped nothing by themselves.
 
-    expert_DkL: jax.Array
-    share_DkL: jax.Array
+    Small plans get stuck more easily, and a try costs them less.
+    """
+    return min(64, 4096 // num_replicas)
 
 
-def slots_of(
-    slots_LP: Int[Array, "L P"], load_LE: Float[Array, "L E"], num_devices: int
-) -> Slots:
-    """Brings a plan into the layout of this module."""
-    L, P = slots_LP.shape
-    layers_L1 = jnp.arange(L)[:, None]
-    count_LE = jnp.zeros(load_LE.shape, jnp.int32).at[layers_L1, slots_LP].add(1)
-    share_LE = load_LE / jnp.maximum(count_LE, 1)
-    share_LP = jnp.take_along_axis(share_LE, slots_LP, 1)
-    shape = num_devices, P // num_devices, L
-    return Slots(slots_LP.T.reshape(shape), share_LP.T.reshape(shape))
+def swap(
+    load_LE: Float[Array, "L E"],
+    num_replicas: int,
+    num_groups: int,
+    num_nodes: int,
+    num_devices: int,
+) -> Int[Array, "L P"]:
+    """Plans every layer; arguments as of `greedy.place`, and nodes can hold groups.
+
+    No expert lies twice on a device. A layer in which only the public algorithm's plan
+    with such an expert has a lighter heaviest device gets that plan.
+    """
+    sizes = num_replicas, num_groups, num_nodes, num_devices
+    most = num_devices // num_nodes
+
+    def heaviest_L(slots_LP):
+        return heaviest(slots_of(slots_LP, load_LE, num_devices))
+
+    start_LP, _ = greedy.place(load_LE, *sizes, most_copies=most)
+    start = slots_of(start_LP, load_LE, num_devices)
+    found_LP = improve(spread(start, num_nodes), num_nodes).plan_LP()
+    public_LP = lax.cond(
+        jnp.any(start.count_EL >= most),
+        lambda: greedy.place(load_LE, *sizes)[0],
+        lambda: start_LP,  # the limit changed nothing
+    )
+    worse_L = heaviest_L(found_LP) > heaviest_L(public_LP) * (1 + _GAIN)
+    return jnp.where(worse_L[:, None], public_LP, found_LP)
 
 
 def spread(slots: Slots, num_nodes: int) -> Slots:
@@ -52,161 +83,138 @@ def spread(slots: Slots, num_nodes: int) -> Slots:
     in a node there is one, and there is an exchange that makes no other second copy:
     that device has k experts, of which the first has at most k - 2.
     """
-    D, k, L = slots.expert_DkL.shape
-    index_DkL = _index((D, k, L))
+    L = slots.expert_DkL.shape[-1]
 
     def todo(state):
-        return jnp.any(_seconds(*state) < _LARGE)
+        return jnp.any(_second(*state) < NONE)
 
     def step(state):
         slots, after_L = state
-        slot_L = _seconds(slots, after_L)
-        there_L = slot_L < _LARGE
-        giver_L = jnp.where(there_L, slot_L // k, 0)
-        node = _node_of(slots, giver_L, num_nodes)
+        slot_L = _second(slots, after_L)
+        there_L = slot_L < NONE
+        k = slots.expert_DkL.shape[1]
+        slot_L = jnp.where(there_L, slot_L, 0)
+        node = node_of(slots, slots.share_DkL(), slot_L // k, num_nodes)
         expert_L, share_L = (
-            jnp.sum(jnp.where(index_DkL == slot_L[None, None], of_DkL, 0), (0, 1))
-            for of_DkL in slots
+            of_device(of_aL, slot_L % k) for of_aL in (node.expert_aL, node.share_aL)
         )
-        load_dL = node.slots.share_DkL.sum(1)
-        giver_load_L = _pick(load_dL, node.device_L)
-        experts_dkL = node.slots.expert_DkL
-        lacks_dL = jnp.all(experts_dkL != expert_L[None, None], 1)
-        own_kL = jnp.take_along_axis(experts_dkL, node.device_L[None, None], 0)[0]
-        known_dkL = jnp.any(experts_dkL[:, :, None] == own_kL[None, None], 2)
-        twice_dkL = (experts_dkL[:, :, None] == experts_dkL[:, None]).sum(2) > 1
-        change_dkL = share_L[None, None] - node.slots.share_DkL
+        lacks_dL = ~held(expert_L[None], node.expert_dkL)[0]
+        same_dkkL = node.expert_dkL[:, :, None] == node.expert_dkL[:, None]
+        twice_dkL = jnp.sum(same_dkkL, 2) > 1
+        allowed_dkL = ~known(node.expert_aL, node.expert_dkL) | twice_dkL
+        change_dkL = share_L[None, None] - node.share_dkL
         heavier_dkL = jnp.maximum(
-            load_dL[:, None] + change_dkL, giver_load_L[None, None] - change_dkL
+            node.load_dL[:, None] + change_dkL, node.load_L[None, None] - change_dkL
         )
-        allowed_dkL = lacks_dL[:, None] & (~known_dkL | twice_dkL)
-        _, best_L = _best(jnp.where(allowed_dkL, heavier_dkL, jnp.inf), (0, 1))
-        found_L = there_L & (best_L < _LARGE)
-        other_L = best_L + node.first_slot_L
-        slots = _exchange(slots, index_DkL, slot_L, other_L, found_L)
+        allowed_dkL &= lacks_dL[:, None]
+        _, best_L = first_least(jnp.where(allowed_dkL, heavier_dkL, jnp.inf))
+        found_L = there_L & (best_L < NONE)
+        slots = exchange(slots, slot_L, node.slot_of(best_L), found_L)
         return slots, jnp.where(found_L | ~there_L, after_L, slot_L + 1)
 
     return lax.while_loop(todo, step, (slots, jnp.zeros(L, jnp.int32)))[0]
 
 
-def level(slots: Slots, num_nodes: int) -> Slots:
-    """Exchanges until no exchange makes the heaviest device of a layer lighter.
+def level(slots: Slots, num_nodes: int, going_L: Bool[Array, " L"]) -> Slots:
+    """Exchanges, in some layers, until no exchange makes the heaviest device of a layer lighter.
 
     Each step makes that exchange of the heaviest device with one of its node after
     which the heavier of the two is lightest. None puts an expert twice on a device.
     """
-    D, k, L = slots.expert_DkL.shape
-    index_DkL = _index((D, k, L))
 
     def todo(state):
         return jnp.any(state[1])
 
     def step(state):
         slots, going_L = state
-        load_DL = slots.share_DkL.sum(1)
-        heavy_L = jnp.max(load_DL, 0)
-        _, giver_L = _best(-load_DL, (0,))
-        node = _node_of(slots, giver_L, num_nodes)
-        load_dL = node.slots.share_DkL.sum(1)
-        own = [
-            jnp.take_along_axis(of_dkL, node.device_L[None, None], 0)[0]
-            for of_dkL in node.slots
-        ]
-        allowed_adkL = _no_seconds(own[0], node.slots.expert_DkL)
-        change_adkL = own[1][:, None, None] - node.slots.share_DkL[None]
+        share_DkL = slots.share_DkL()
+        _, giver_L = first_least(-share_DkL.sum(1))
+        node = node_of(slots, share_DkL, giver_L, num_nodes)
+        change_adkL = node.share_aL[:, None, None] - node.share_dkL[None]
         heavier_adkL = jnp.maximum(
-            load_dL[None, :, None] + change_adkL,
-            heavy_L[None, None, None] - change_adkL,
+            node.load_dL[None, :, None] + change_adkL,
+            node.load_L[None, None, None] - change_adkL,
         )
-        heavier_L, best_L = _best(
-            jnp.where(allowed_adkL, heavier_adkL, jnp.inf), (0, 1, 2)
+        held_adL = held(node.expert_aL, node.expert_dkL)
+        heavier_adkL = jnp.where(held_adL[:, :, None], jnp.inf, heavier_adkL)
+        # First over a: what is left is small, and can be read twice.
+        heavier_dkL = jnp.min(heavier_adkL, 0)
+        known_dkL = known(node.expert_aL, node.expert_dkL)
+        heavier_dkL = jnp.where(known_dkL, jnp.inf, heavier_dkL)
+        heavier_L, other_L = first_least(heavier_dkL)
+        found_L = going_L & (heavier_L < node.load_L * (1 - _GAIN))
+        own_L = partner(heavier_adkL, other_L)
+        slots = exchange(
+            slots, node.own_slot_of(own_L), node.slot_of(other_L), found_L
         )
-        found_L = going_L & (heavier_L < heavy_L * (1 - _GAIN))
-        per_giver = D // num_nodes * k
-        slot_L = giver_L * k + best_L // per_giver
-        other_L = best_L % per_giver + node.first_slot_L
-        return _exchange(slots, index_DkL, slot_L, other_L, found_L), found_L
+        return slots, found_L
 
-    return lax.while_loop(todo, step, (slots, jnp.ones(L, bool)))[0]
+    return lax.while_loop(todo, step, (slots, going_L))[0]
 
 
-class _Node(NamedTuple):
-    """The node of a device in each layer: its slots, the device, its first slot."""
+def improve(slots: Slots, num_nodes: int) -> Slots:
+    """Exchanges until nothing helps; then gives slots to other experts and goes on.
 
-    slots: Slots
-    device_L: jax.Array
-    first_slot_L: jax.Array
+    The first change is the best one, later ones are disturbed by noise, the same in
+    every layer, and every other time there are two. What is heavier than before is
+    dropped. Layers near to their lower bound are done with.
+    """
+    share_DkL = slots.share_DkL()
+    D, k, L = share_DkL.shape
+    node_load_NL = share_DkL.reshape(num_nodes, -1, L).sum(1)
+    each_L = jnp.max(slots.load_EL, 0) / (D // num_nodes)
+    bound_L = jnp.maximum(jnp.max(node_load_NL, 0) / (D // num_nodes), each_L)
+    mean_L = node_load_NL.sum(0) / D
+
+    def todo(state):
+        _, _, going_L, number = state
+        return jnp.any(going_L) & (number <= tries(D * k))
+
+    def step(state):
+        best, heavy_L, going_L, number = state
+        tried = best
+        for kick in range(2):
+            kicks_L = going_L & (number > 0) & ((number % 2 == 0) | (kick == 0))
+            noise = jnp.where(number > 1, _KICK, 0.0)
+            key = jax.random.fold_in(jax.random.key(kick), number)
+            tried = _kick(tried, num_nodes, mean_L, key, noise, kicks_L)
+        tried = level(tried, num_nodes, going_L)
+        then_L = heaviest(tried)
+        better_L = going_L & (then_L < heavy_L * (1 - _GAIN))
+        best = jax.tree.map(
+            lambda new, old: jnp.where(better_L[(None,) * (new.ndim - 1)], new, old),
+            tried,
+            best,
+        )
+        heavy_L = jnp.where(better_L, then_L, heavy_L)
+        return best, heavy_L, heavy_L > bound_L * _EVEN, number + 1
+
+    state = slots, heaviest(slots), jnp.ones(L, bool), jnp.int32(0)
+    return lax.while_loop(todo, step, state)[0]
 
 
-def _node_of(slots: Slots, device_L: Int[Array, " L"], num_nodes: int) -> _Node:
-    D, k, L = slots.expert_DkL.shape
-    d = D // num_nodes
-    if num_nodes == 1:
-        return _Node(slots, device_L, jnp.zeros_like(device_L))
-    node_L = device_L // d
-    index_NdkL = node_L[None, None, None]
-
-    def of_node(of_DkL):
-        of_NdkL = of_DkL.reshape(num_nodes, d, k, L)
-        return jnp.take_along_axis(of_NdkL, index_NdkL, 0)[0]
-
-    return _Node(Slots(*map(of_node, slots)), device_L % d, node_L * (d * k))
+def heaviest(slots: Slots) -> Float[Array, " L"]:
+    """The load of the heaviest device."""
+    return jnp.max(slots.share_DkL().sum(1), 0)
 
 
-def _no_seconds(
-    own_aL: Int[Array, "a L"], expert_dkL: Int[Array, "d k L"]
-) -> Bool[Array, "a d k L"]:
-    """Which exchanges put no expert where it is already; none is inside a device."""
-    same_adkL = own_aL[:, None, None] == expert_dkL[None]
-    there_adL, here_dkL = jnp.any(same_adkL, 2), jnp.any(same_adkL, 0)
-    return ~(there_adL[:, :, None] | here_dkL[None])
+def _kick(slots, num_nodes, mean_L, key, noise, where_L) -> Slots:
+    """Gives a slot that has to do with the heaviest device to another expert."""
+    share_DkL = slots.share_DkL()
+    heavy_L, giver_L = first_least(-share_DkL.sum(1))
+    node = node_of(slots, share_DkL, giver_L, num_nodes)
+    goal = Goal(-heavy_L * (1 - 10 * _GAIN), mean_L)
+    found = best_recount(slots, node, goal, noise=(key, noise))
+    return carry_out(slots, found, where_L & (found.gain_L > -jnp.inf))
 
 
-def _seconds(slots: Slots, after_L: Int[Array, " L"]) -> Int[Array, " L"]:
+def _second(slots: Slots, after_L: Int[Array, " L"]) -> Int[Array, " L"]:
     """The first slot, from one on, whose expert the device has in an earlier slot."""
     expert_DkL = slots.expert_DkL
-    index_DkL = _index(expert_DkL.shape)
+    index_DkL = index_of(expert_DkL.shape)
     k = expert_DkL.shape[1]
     earlier_kk = jnp.arange(k)[:, None] > jnp.arange(k)[None]
     same_DkkL = expert_DkL[:, :, None] == expert_DkL[:, None]
     second_DkL = jnp.any(same_DkkL & earlier_kk[None, :, :, None], 2)
     second_DkL &= index_DkL >= after_L[None, None]
-    return jnp.min(jnp.where(second_DkL, index_DkL, _LARGE), (0, 1))
-
-
-def _exchange(slots: Slots, index_DkL, one_L, other_L, found_L) -> Slots:
-    """Exchanges what lies in two slots of each layer in which something was found."""
-    is_one_DkL = (index_DkL == one_L[None, None]) & found_L[None, None]
-    is_other_DkL = (index_DkL == other_L[None, None]) & found_L[None, None]
-
-    def exchanged(of_DkL):
-        one_L = jnp.sum(jnp.where(is_one_DkL, of_DkL, 0), (0, 1))
-        other_L = jnp.sum(jnp.where(is_other_DkL, of_DkL, 0), (0, 1))
-        of_DkL = jnp.where(is_one_DkL, other_L[None, None], of_DkL)
-        return jnp.where(is_other_DkL, one_L[None, None], of_DkL)
-
-    return Slots(*map(exchanged, slots))
-
-
-def _best(of: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """The smallest value of each layer and its first flat index.
-
-    Infinity is no value: its index is `_LARGE`.
-    """
-    least_L = jnp.min(of, axes)
-    here = (of == jnp.expand_dims(least_L, axes)) & (of < jnp.inf)
-    return least_L, jnp.min(jnp.where(here, _index(of.shape), _LARGE), axes)
-
-
-def _index(shape: tuple[int, ...]) -> jax.Array:
-    """Flat index of what a layer has, the layer being the last dimension."""
-    size = 1
-    index = jnp.zeros(shape, jnp.int32)
-    for axis in reversed(range(len(shape) - 1)):
-        index += size * lax.broadcasted_iota(jnp.int32, shape, axis)
-        size *= shape[axis]
-    return index
-
-
-def _pick(of_dL: jax.Array, device_L: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(of_dL, device_L[None], 0)[0]
+    return jnp.min(jnp.where(second_DkL, index_DkL, NONE), (0, 1))
