@@ -16,7 +16,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxmoe import __version__, config_checks, gin_config, schedule_command
+from jaxmoe import (
+    __version__,
+    config_checks,
+    gin_config,
+    plan_command,
+    schedule_command,
+)
 from jaxmoe.config import ConfigError
 
 EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED = 1, 2, 75
@@ -28,6 +34,9 @@ usage: jaxmoe COMMAND [--gin_file=FILE] [--gin.X.y=VALUE] [options]
   eval      evaluate a finished run: --workdir=DIR [--json]
   schedule  simulate a pipeline schedule: NAME --ranks=R --microbatches=M
             [--costs=F=1,Bi=1,W=1,FB=3] [--figure=FILE] [--csv=FILE] [--json]
+  plan      place copies of experts: LOADS --replicas=P --groups=G --nodes=N
+            --devices=D [--policy=reference|swap|incremental] [--previous=PLAN]
+            [--figure=FILE] [--json]
 
 Every option of the configuration is set with --gin.SECTION.FIELD=VALUE, for example
 --gin.MoE.num_experts=16 or --gin.Train.steps=200; --gin_file=FILE may be repeated.
@@ -41,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "train": _train,
         "eval": _eval,
         "schedule": _schedule,
+        "plan": _plan,
     }
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_USAGE, end="")
@@ -138,6 +148,16 @@ def _schedule(arguments: list[str]) -> int:
     parser = _Parser(prog="jaxmoe schedule", add_help=False, allow_abbrev=False)
     schedule_command.add_arguments(parser)
     return schedule_command.run(parser.parse_args(arguments))
+
+
+def _plan(arguments: list[str]) -> int:
+    """Plans which device holds which experts."""
+    if "-h" in arguments or "--help" in arguments:
+        print(_USAGE, end="")
+        return 0
+    parser = _Parser(prog="jaxmoe plan", add_help=False, allow_abbrev=False)
+    plan_command.add_arguments(parser)
+    return plan_command.run(parser.parse_args(arguments))
 
 
 def _new_workdir(files: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ FLOORS = (
     ("pipeline.*", "eplb.*"),
     ("data.*", "optim", "checkpoint*", "metrics*", "plots"),
     ("train_step", "step_log", "trainer", "warm_start", "evaluate", "generate"),
-    ("cli", "schedule_command", "__main__"),
+    ("cli", "schedule_command", "plan_command", "__main__"),
 )
 WITHOUT_JAX = ("jax", "flax", "optax", "orbax", "grain")
 

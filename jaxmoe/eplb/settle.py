@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floor 4. The policy `incremental`: as few copies as possible move.
+
+The start is the current plan. While the heaviest device of a layer is too heavy, the
+change is made that wins most per copy moved: an exchange moves two, giving a slot to
+another expert moves one.
+
+Legend: L layers, E experts, P slots, G groups, N nodes, D devices, d devices of a node,
+k slots of a device, a slots of the device that gives.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxmoe.eplb import greedy
+from jaxmoe.eplb.exchange import heaviest, swap
+from jaxmoe.eplb.recount import Goal, best_recount, carry_out
+from jaxmoe.eplb.slots import (
+    Node,
+    Slots,
+    exchange,
+    first_least,
+    held,
+    known,
+    node_of,
+    of_device,
+    partner,
+    slots_of,
+)
+
+_ROUNDING = 1e-6  # loads are added in float32
+
+
+def incremental(
+    load_LE: Float[Array, "L E"],
+    current_LP: Int[Array, "L P"],
+    num_groups: int,
+    num_nodes: int,
+    num_devices: int,
+    tolerance: jax.Array,
+) -> Int[Array, "L P"]:
+    """Plans every layer.
+
+    Args:
+      load_LE: finite and not negative.
+      current_LP: the plan from which copies move.
+      num_groups, num_nodes, num_devices: as of `greedy.place`; nodes can hold groups.
+      tolerance: the largest load of a device over the lowest there can be: the mean,
+        or what the groups or one expert with a copy on every device make of it.
+
+    Returns:
+      A plan within the tolerance. Where no way there is found, the better one of what
+      was reached and of the policy `swap`, if that is better by more than the
+      tolerance; it is taken as well where the current plan splits a group of experts
+      over nodes.
+    """
+    P = current_LP.shape[1]
+    slots = slots_of(current_LP, load_LE, num_devices)
+    limit_L = tolerance * (1 - _ROUNDING) * _bound(load_LE, slots, num_groups, num_nodes)
+    settled_LP = settle(slots, num_nodes, limit_L).plan_LP()
+    reached_L = heaviest(slots_of(settled_LP, load_LE, num_devices))
+    split_L = _splits_groups(current_LP, load_LE.shape[1], num_groups, num_nodes)
+    split_L &= jnp.any(load_LE > 0, 1)
+
+    def with_swap():
+        swap_LP = swap(load_LE, P, num_groups, num_nodes, num_devices)
+        lighter_L = heaviest(slots_of(swap_LP, load_LE, num_devices))
+        take_L = split_L | ((reached_L > limit_L) & (lighter_L * tolerance < reached_L))
+        return jnp.where(take_L[:, None], swap_LP, settled_LP)
+
+    return lax.cond(
+        jnp.any(split_L | (reached_L > limit_L)), with_swap, lambda: settled_LP
+    )
+
+
+def settle(slots: Slots, num_nodes: int, limit_L: Float[Array, " L"]) -> Slots:
+    """Changes a plan until no device exceeds a load, or no change comes nearer to it."""
+    D, k, L = slots.expert_DkL.shape
+    mean_L = slots.share_DkL().sum((0, 1)) / D
+    goal = Goal(limit_L, mean_L)
+
+    def todo(state):
+        _, going_L, steps = state
+        return jnp.any(going_L) & (steps < D * k)
+
+    def step(state):
+        slots, going_L, steps = state
+        share_DkL = slots.share_DkL()
+        lightest_L, giver_L = first_least(-share_DkL.sum(1))
+        node = node_of(slots, share_DkL, giver_L, num_nodes)
+        gain_L, own_L, other_L = _best_exchange(node, goal)
+        change = best_recount(slots, node, goal)
+        exchange_L = gain_L / 2 >= change.gain_L
+        most_L = jnp.maximum(gain_L / 2, change.gain_L)
+        going_L &= (-lightest_L > limit_L) & (most_L > _ROUNDING * mean_L)
+        # Each leaves the layers of the other alone.
+        slots = exchange(slots, own_L, other_L, going_L & exchange_L)
+        slots = carry_out(slots, change, going_L & ~exchange_L)
+        return slots, going_L, steps + 1
+
+    state = slots, jnp.ones(L, bool), jnp.int32(0)
+    return lax.while_loop(todo, step, state)[0]
+
+
+def _best_exchange(node: Node, goal: Goal) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What the best exchange with the giver wins, and its two slots."""
+    now_dL = goal.excess(node.load_dL)
+    change_adkL = node.share_aL[:, None, None] - node.share_dkL[None]
+    then_adkL = goal.excess(node.load_dL[None, :, None] + change_adkL)
+    then_adkL += goal.excess(node.load_L[None, None, None] - change_adkL)
+    held_adL = held(node.expert_aL, node.expert_dkL)
+    then_adkL = jnp.where(held_adL[:, :, None], jnp.inf, then_adkL)
+    lost_dkL = jnp.min(then_adkL, 0) - now_dL[:, None]
+    known_dkL = known(node.expert_aL, node.expert_dkL)
+    lost_L, other_L = first_least(jnp.where(known_dkL, jnp.inf, lost_dkL))
+    own_L = partner(then_adkL, other_L)
+    gain_L = of_device(now_dL, node.giver_L) - lost_L
+    return gain_L, node.own_slot_of(own_L), node.slot_of(other_L)
+
+
+def _bound(load_LE, slots: Slots, num_groups: int, num_nodes: int) -> jax.Array:
+    """The lowest load of the heaviest device that can be hoped for."""
+    L, E = load_LE.shape
+    D = len(slots.expert_DkL)
+    d = D // num_nodes
+    bound_L = jnp.maximum(load_LE.sum(1) / D, jnp.max(load_LE, 1) / d)
+    if num_nodes == 1:
+        return bound_L
+    group_GL = load_LE.reshape(L, num_groups, -1).sum(-1).T
+    order_GL, slot_GL = greedy.pack(group_GL, num_nodes)
+    node_GL = slot_GL // (num_groups // num_nodes)
+    none_NL = jnp.zeros((num_nodes, L))
+    sorted_GL = jnp.take_along_axis(group_GL, order_GL, 0)
+    node_NL = none_NL.at[node_GL, jnp.arange(L)[None]].add(sorted_GL)
+    return jnp.maximum(bound_L, jnp.max(node_NL, 0) / d)
+
+
+def _splits_groups(
+    slots_LP: Int[Array, "L P"], num_experts: int, num_groups: int, num_nodes: int
+) -> Bool[Array, " L"]:
+    """Whether copies of the experts of one group lie on several nodes."""
+    L, P = slots_LP.shape
+    if num_nodes == 1:
+        return jnp.zeros(L, bool)
+    layers_L1 = jnp.arange(L)[:, None]
+    group_LP = slots_LP // (num_experts // num_groups)
+    node_LP = lax.broadcasted_iota(jnp.int32, (L, P), 1) // (P // num_nodes)
+    low_LG = jnp.full((L, num_groups), num_nodes).at[layers_L1, group_LP].min(node_LP)
+    high_LG = jnp.zeros_like(low_LG).at[layers_L1, group_LP].max(node_LP)
+    return jnp.any(low_LG < high_LG, 1)
