@@ -22,6 +22,7 @@ from jaxmoe.eplb.recount import Goal, best_recount, carry_out
 from jaxmoe.eplb.slots import (
     NONE,
     Slots,
+    best_pair,
     exchange,
     first_least,
     held,
@@ -29,12 +30,12 @@ from jaxmoe.eplb.slots import (
     known,
     node_of,
     of_device,
-    partner,
     slots_of,
+    sum_slots,
 )
 
 _GAIN = 1e-6  # an exchange must win more than this share, or rounding would go on
-_EVEN = 1.003  # a layer this near to the lower bound is not tried again
+_EVEN = 1.01  # a layer this near to the lower bound is not tried again
 _KICK = 0.03  # of the mean load; how far gains are disturbed where it is
 
 
@@ -60,6 +61,8 @@ def swap(
     """
     sizes = num_replicas, num_groups, num_nodes, num_devices
     most = num_devices // num_nodes
+    if most in (1, num_replicas // num_nodes):  # nothing can be exchanged, or improved
+        return greedy.place(load_LE, *sizes)[0]
 
     def heaviest_L(slots_LP):
         return heaviest(slots_of(slots_LP, load_LE, num_devices))
@@ -109,47 +112,41 @@ def spread(slots: Slots, num_nodes: int) -> Slots:
         allowed_dkL &= lacks_dL[:, None]
         _, best_L = first_least(jnp.where(allowed_dkL, heavier_dkL, jnp.inf))
         found_L = there_L & (best_L < NONE)
-        slots = exchange(slots, slot_L, node.slot_of(best_L), found_L)
+        slots, _ = exchange(slots, None, slot_L, node.slot_of(best_L), found_L)
         return slots, jnp.where(found_L | ~there_L, after_L, slot_L + 1)
 
     return lax.while_loop(todo, step, (slots, jnp.zeros(L, jnp.int32)))[0]
 
 
 def level(slots: Slots, num_nodes: int, going_L: Bool[Array, " L"]) -> Slots:
-    """Exchanges, in some layers, until no exchange makes the heaviest device of a layer lighter.
+    """Exchanges until no exchange makes the heaviest device of a layer lighter.
 
     Each step makes that exchange of the heaviest device with one of its node after
     which the heavier of the two is lightest. None puts an expert twice on a device.
     """
 
+    def cost(own, share, load):
+        own_share, giver_load = own
+        change = own_share - share
+        return jnp.maximum(load + change, giver_load - change)
+
     def todo(state):
-        return jnp.any(state[1])
+        return jnp.any(state[2])
 
     def step(state):
-        slots, going_L = state
-        share_DkL = slots.share_DkL()
-        _, giver_L = first_least(-share_DkL.sum(1))
+        slots, share_DkL, going_L = state
+        _, giver_L = first_least(-sum_slots(share_DkL))
         node = node_of(slots, share_DkL, giver_L, num_nodes)
-        change_adkL = node.share_aL[:, None, None] - node.share_dkL[None]
-        heavier_adkL = jnp.maximum(
-            node.load_dL[None, :, None] + change_adkL,
-            node.load_L[None, None, None] - change_adkL,
-        )
-        held_adL = held(node.expert_aL, node.expert_dkL)
-        heavier_adkL = jnp.where(held_adL[:, :, None], jnp.inf, heavier_adkL)
-        # First over a: what is left is small, and can be read twice.
-        heavier_dkL = jnp.min(heavier_adkL, 0)
         known_dkL = known(node.expert_aL, node.expert_dkL)
-        heavier_dkL = jnp.where(known_dkL, jnp.inf, heavier_dkL)
-        heavier_L, other_L = first_least(heavier_dkL)
-        found_L = going_L & (heavier_L < node.load_L * (1 - _GAIN))
-        own_L = partner(heavier_adkL, other_L)
-        slots = exchange(
-            slots, node.own_slot_of(own_L), node.slot_of(other_L), found_L
-        )
-        return slots, found_L
+        load_aL = jnp.broadcast_to(node.load_L[None], node.share_aL.shape)
+        own_aL = jnp.stack([node.share_aL, load_aL])
+        best = best_pair(node, own_aL, cost, jnp.where(known_dkL, jnp.inf, 0.0))
+        found_L = going_L & (best.cost_L < node.load_L * (1 - _GAIN))
+        places = node.own_slot_of(best.own_L), node.slot_of(best.other_L)
+        slots, share_DkL = exchange(slots, share_DkL, *places, found_L)
+        return slots, share_DkL, found_L
 
-    return lax.while_loop(todo, step, (slots, going_L))[0]
+    return lax.while_loop(todo, step, (slots, slots.share_DkL(), going_L))[0]
 
 
 def improve(slots: Slots, num_nodes: int) -> Slots:
@@ -195,13 +192,13 @@ def improve(slots: Slots, num_nodes: int) -> Slots:
 
 def heaviest(slots: Slots) -> Float[Array, " L"]:
     """The load of the heaviest device."""
-    return jnp.max(slots.share_DkL().sum(1), 0)
+    return jnp.max(sum_slots(slots.share_DkL()), 0)
 
 
 def _kick(slots, num_nodes, mean_L, key, noise, where_L) -> Slots:
     """Gives a slot that has to do with the heaviest device to another expert."""
     share_DkL = slots.share_DkL()
-    heavy_L, giver_L = first_least(-share_DkL.sum(1))
+    heavy_L, giver_L = first_least(-sum_slots(share_DkL))
     node = node_of(slots, share_DkL, giver_L, num_nodes)
     goal = Goal(-heavy_L * (1 - 10 * _GAIN), mean_L)
     found = best_recount(slots, node, goal, noise=(key, noise))

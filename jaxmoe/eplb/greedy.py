@@ -72,9 +72,9 @@ def place(
         _at_slots(jnp.take_along_axis(of_nR, order_nR, 0), slot_nR)
         for of_nR in (item_nR, copy_nR)
     )
-    slots_LP = jnp.take_along_axis(
-        expert_LE.reshape(rows, -1), item_nR.T, 1
-    ).reshape(L, num_replicas)
+    slots_LP = jnp.take_along_axis(expert_LE.reshape(rows, -1), item_nR.T, 1).reshape(
+        L, num_replicas
+    )
     return slots_LP, copy_nR.T.reshape(L, num_replicas)
 
 

@@ -15,16 +15,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jaxmoe.eplb.slots import (
+    NONE,
     Node,
     Slots,
+    best_pair,
     first_least,
-    held,
-    index_of,
+    fold,
     of_device,
-    partner,
+    put_slot,
+    take_slot,
 )
 
 
@@ -70,7 +72,7 @@ def best_recount(
       goal: what gains are counted by.
       noise: a random key, and by how much of the mean load to disturb gains.
     """
-    D, k, L = slots.expert_DkL.shape
+    L = slots.load_EL.shape[1]
     load_EL, count_EL = slots.load_EL, slots.count_EL
     node_PL = node.expert_dkL.reshape(-1, L)
 
@@ -82,19 +84,22 @@ def best_recount(
         return none_EL.at[node_PL, jnp.arange(L)[None]].add(of_dkL.reshape(-1, L))
 
     now_dL = goal.excess(node.load_dL)
-    fewer_EL = load_EL / jnp.maximum(count_EL * (count_EL - 1), 1)
-    more_EL = load_EL / (count_EL * (count_EL + 1))
     share_EL = load_EL / (count_EL + 1)
+    count_dkL = of_node(count_EL)
+    fewer_dkL = node.share_dkL / jnp.maximum(count_dkL - 1, 1)
+    more_dkL = node.share_dkL / (count_dkL + 1)
     # What the other devices lose if a slot's copy goes, and win by one copy more.
-    lost_dkL = goal.excess(node.load_dL[:, None] + of_node(fewer_EL)) - now_dL[:, None]
-    won_dkL = now_dL[:, None] - goal.excess(node.load_dL[:, None] - of_node(more_EL))
+    lost_dkL = goal.excess(node.load_dL[:, None] + fewer_dkL) - now_dL[:, None]
+    won_dkL = now_dL[:, None] - goal.excess(node.load_dL[:, None] - more_dkL)
     lost_dkL = of_node(per_expert(lost_dkL)) - lost_dkL
     won_EL = per_expert(won_dkL)
-    lost_dkL = jnp.where(of_node(count_EL) > 1, lost_dkL, jnp.inf)
+    lost_dkL = jnp.where(count_dkL > 1, lost_dkL, jnp.inf)
     if noise is not None:
         key, scale = noise
         for_E = scale * jax.random.gumbel(key, (len(load_EL),))
-        for_dk = scale * jax.random.gumbel(jax.random.fold_in(key, 1), node.expert_dkL.shape[:2])
+        for_dk = scale * jax.random.gumbel(
+            jax.random.fold_in(key, 1), node.expert_dkL.shape[:2]
+        )
         won_EL += for_E[:, None] * goal.mean_L[None]
         lost_dkL += for_dk[:, :, None] * goal.mean_L[None, None]
 
@@ -107,31 +112,29 @@ def best_recount(
 def carry_out(slots: Slots, change: Recount, where_L: Bool[Array, " L"]) -> Slots:
     """Makes the change in some of the layers."""
     expert_DkL, count_EL, load_EL = slots
-    slot_DkL = index_of(expert_DkL.shape)
-    hit_DkL = (slot_DkL == change.slot_L[None, None]) & where_L[None, None]
-    before_L = jnp.sum(jnp.where(hit_DkL, expert_DkL, 0), (0, 1))
-    expert_DkL = jnp.where(hit_DkL, change.expert_L[None, None], expert_DkL)
-    expert_EL = index_of(count_EL.shape)
-    count_EL += (expert_EL == change.expert_L[None]) & where_L[None]
-    count_EL -= (expert_EL == before_L[None]) & where_L[None]
-    return Slots(expert_DkL, count_EL, load_EL)
+    slot_L = jnp.where(where_L, change.slot_L, NONE)
+    expert_PL = expert_DkL.reshape(-1, len(slot_L))
+    before_L = take_slot(expert_PL, slot_L)
+    expert_PL = put_slot(expert_PL, slot_L, change.expert_L)
+    one_L, layers_L = where_L.astype(jnp.int32), jnp.arange(len(slot_L))
+    count_EL = count_EL.at[change.expert_L % len(count_EL), layers_L].add(one_L)
+    count_EL = count_EL.at[before_L, layers_L].add(-one_L)
+    return Slots(expert_PL.reshape(expert_DkL.shape), count_EL, load_EL)
 
 
 def _give_copies(node, goal, won_EL, share_EL, lost_dkL, now_dL) -> Recount:
     """A copy of one of the giver's experts comes into a slot of another device."""
-    won_aL, share_aL = (
-        jnp.take_along_axis(of_EL, node.expert_aL, 0) for of_EL in (won_EL, share_EL)
+
+    def cost(own, share, load):
+        won, new_share = own
+        return goal.excess(load - share + new_share) - won
+
+    own_aL = jnp.stack(
+        [jnp.take_along_axis(of_EL, node.expert_aL, 0) for of_EL in (won_EL, share_EL)]
     )
-    left_dkL = node.load_dL[:, None] - node.share_dkL
-    then_adkL = goal.excess(left_dkL[None] + share_aL[:, None, None])
-    gain_adkL = won_aL[:, None, None] - then_adkL
-    held_adL = held(node.expert_aL, node.expert_dkL)
-    gain_adkL = jnp.where(held_adL[:, :, None], -jnp.inf, gain_adkL)
-    fixed_dkL = now_dL[:, None] - lost_dkL
-    gain_L, slot_L = first_least(-(jnp.max(gain_adkL, 0) + fixed_dkL))
-    own_L = partner(-gain_adkL, slot_L)
-    expert_L = jnp.take_along_axis(node.expert_aL, own_L[None] % len(won_aL), 0)[0]
-    return Recount(node.slot_of(slot_L), expert_L, -gain_L)
+    best = best_pair(node, own_aL, cost, lost_dkL - now_dL[:, None])
+    expert_L = take_slot(node.expert_aL, best.own_L)
+    return Recount(node.slot_of(best.other_L), expert_L, -best.cost_L)
 
 
 def _take_slots(node, goal, won_EL, share_EL, lost_dkL, now_dL) -> Recount:
@@ -142,10 +145,15 @@ def _take_slots(node, goal, won_EL, share_EL, lost_dkL, now_dL) -> Recount:
     here_EL = none_EL.at[node.expert_dkL.reshape(-1, L), layers].set(True)
     here_EL = here_EL.at[node.expert_aL, layers].set(False)
     left_aL = node.load_L[None] - node.share_aL
-    fixed_aL = of_device(now_dL, node.giver_L)[None] - of_device(lost_dkL, node.giver_L)
-    then_aEL = goal.excess(left_aL[:, None] + share_EL[None])
-    gain_aEL = fixed_aL[:, None] - then_aEL
-    gain_EL = jnp.where(here_EL, jnp.max(gain_aEL, 0) + won_EL, -jnp.inf)
-    gain_L, expert_L = first_least(-gain_EL)
-    own_L = partner(-gain_aEL, expert_L)
-    return Recount(node.own_slot_of(own_L), expert_L, -gain_L)
+    lost_aL = of_device(lost_dkL, node.giver_L)
+
+    def cost(a, share):
+        return goal.excess(left_aL[a][None] + share) + lost_aL[a][None]
+
+    k = len(left_aL)
+    cost_EL = fold(k, lambda a: cost(a, share_EL), jnp.minimum)
+    cost_EL -= won_EL + of_device(now_dL, node.giver_L)[None]
+    cost_L, expert_L = first_least(jnp.where(here_EL, cost_EL, jnp.inf))
+    new_share_L = take_slot(share_EL, expert_L)
+    _, own_L = first_least(goal.excess(left_aL + new_share_L[None]) + lost_aL)
+    return Recount(node.own_slot_of(own_L % k), expert_L, -cost_L)

@@ -22,14 +22,14 @@ from jaxmoe.eplb.recount import Goal, best_recount, carry_out
 from jaxmoe.eplb.slots import (
     Node,
     Slots,
+    best_pair,
     exchange,
     first_least,
-    held,
     known,
     node_of,
     of_device,
-    partner,
     slots_of,
+    sum_slots,
 )
 
 _ROUNDING = 1e-6  # loads are added in float32
@@ -60,7 +60,9 @@ def incremental(
     """
     P = current_LP.shape[1]
     slots = slots_of(current_LP, load_LE, num_devices)
-    limit_L = tolerance * (1 - _ROUNDING) * _bound(load_LE, slots, num_groups, num_nodes)
+    limit_L = (
+        tolerance * (1 - _ROUNDING) * _bound(load_LE, slots, num_groups, num_nodes)
+    )
     settled_LP = settle(slots, num_nodes, limit_L).plan_LP()
     reached_L = heaviest(slots_of(settled_LP, load_LE, num_devices))
     split_L = _splits_groups(current_LP, load_LE.shape[1], num_groups, num_nodes)
@@ -78,7 +80,7 @@ def incremental(
 
 
 def settle(slots: Slots, num_nodes: int, limit_L: Float[Array, " L"]) -> Slots:
-    """Changes a plan until no device exceeds a load, or no change comes nearer to it."""
+    """Changes a plan until no device exceeds a load, or no change helps."""
     D, k, L = slots.expert_DkL.shape
     mean_L = slots.share_DkL().sum((0, 1)) / D
     goal = Goal(limit_L, mean_L)
@@ -90,7 +92,7 @@ def settle(slots: Slots, num_nodes: int, limit_L: Float[Array, " L"]) -> Slots:
     def step(state):
         slots, going_L, steps = state
         share_DkL = slots.share_DkL()
-        lightest_L, giver_L = first_least(-share_DkL.sum(1))
+        lightest_L, giver_L = first_least(-sum_slots(share_DkL))
         node = node_of(slots, share_DkL, giver_L, num_nodes)
         gain_L, own_L, other_L = _best_exchange(node, goal)
         change = best_recount(slots, node, goal)
@@ -98,7 +100,7 @@ def settle(slots: Slots, num_nodes: int, limit_L: Float[Array, " L"]) -> Slots:
         most_L = jnp.maximum(gain_L / 2, change.gain_L)
         going_L &= (-lightest_L > limit_L) & (most_L > _ROUNDING * mean_L)
         # Each leaves the layers of the other alone.
-        slots = exchange(slots, own_L, other_L, going_L & exchange_L)
+        slots, _ = exchange(slots, None, own_L, other_L, going_L & exchange_L)
         slots = carry_out(slots, change, going_L & ~exchange_L)
         return slots, going_L, steps + 1
 
@@ -109,22 +111,23 @@ def settle(slots: Slots, num_nodes: int, limit_L: Float[Array, " L"]) -> Slots:
 def _best_exchange(node: Node, goal: Goal) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What the best exchange with the giver wins, and its two slots."""
     now_dL = goal.excess(node.load_dL)
-    change_adkL = node.share_aL[:, None, None] - node.share_dkL[None]
-    then_adkL = goal.excess(node.load_dL[None, :, None] + change_adkL)
-    then_adkL += goal.excess(node.load_L[None, None, None] - change_adkL)
-    held_adL = held(node.expert_aL, node.expert_dkL)
-    then_adkL = jnp.where(held_adL[:, :, None], jnp.inf, then_adkL)
-    lost_dkL = jnp.min(then_adkL, 0) - now_dL[:, None]
+
+    def cost(own, share, load):
+        own_share, giver_load = own
+        change = own_share - share
+        return goal.excess(load + change) + goal.excess(giver_load - change)
+
     known_dkL = known(node.expert_aL, node.expert_dkL)
-    lost_L, other_L = first_least(jnp.where(known_dkL, jnp.inf, lost_dkL))
-    own_L = partner(then_adkL, other_L)
-    gain_L = of_device(now_dL, node.giver_L) - lost_L
-    return gain_L, node.own_slot_of(own_L), node.slot_of(other_L)
+    load_aL = jnp.broadcast_to(node.load_L[None], node.share_aL.shape)
+    fixed_dkL = jnp.where(known_dkL, jnp.inf, -now_dL[:, None])
+    best = best_pair(node, jnp.stack([node.share_aL, load_aL]), cost, fixed_dkL)
+    gain_L = of_device(now_dL, node.giver_L) - best.cost_L
+    return gain_L, node.own_slot_of(best.own_L), node.slot_of(best.other_L)
 
 
 def _bound(load_LE, slots: Slots, num_groups: int, num_nodes: int) -> jax.Array:
     """The lowest load of the heaviest device that can be hoped for."""
-    L, E = load_LE.shape
+    L = len(load_LE)
     D = len(slots.expert_DkL)
     d = D // num_nodes
     bound_L = jnp.maximum(load_LE.sum(1) / D, jnp.max(load_LE, 1) / d)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Floor 4. A plan laid out for being improved step by step, in all layers at once.
 
-Layers lie along the last dimension, where the processor's vectors are, and reductions
-are over other dimensions: XLA's CPU backend is several times slower otherwise.
+Layers lie along the last dimension, where the processor's vectors are. Reductions over
+the few slots of a device are written out (`fold`): XLA's CPU backend vectorises that,
+and takes eight times longer for the same as one reduction.
 
 Legend: L layers, E experts, P slots, N nodes, D devices, d devices of a node, k slots
 of a device, a slots of the device that gives.
@@ -10,6 +11,9 @@ of a device, a slots of the device that gives.
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,6 +22,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 NONE = 2**30  # an index that there is not
+_WRITTEN_OUT = 16  # slots of a device up to which folds are; more take long to compile
 
 
 class Slots(NamedTuple):
@@ -100,7 +105,7 @@ def node_of(slots: Slots, share_DkL: jax.Array, device_L: jax.Array, N: int) -> 
         return jnp.take_along_axis(of_NdkL, node_L[None, None, None], 0)[0]
 
     expert_dkL, share_dkL = of_node(slots.expert_DkL), of_node(share_DkL)
-    load_dL = share_dkL.sum(1)
+    load_dL = sum_slots(share_dkL)
     return Node(
         expert_dkL,
         share_dkL,
@@ -119,30 +124,118 @@ def of_device(of: jax.Array, device_L: jax.Array) -> jax.Array:
     return jnp.take_along_axis(of, index, 0)[0]
 
 
-def held(expert_aL: jax.Array, expert_dkL: jax.Array) -> Bool[Array, "a d L"]:
+def fold(number: int, part: Callable[[int], jax.Array], join: Callable) -> jax.Array:
+    """join(... join(part(0), part(1)) ..., part(number - 1))."""
+    if number <= _WRITTEN_OUT:
+        return functools.reduce(join, map(part, range(number)))
+    return lax.fori_loop(1, number, lambda i, so_far: join(so_far, part(i)), part(0))
+
+
+def sum_slots(of_DkL: jax.Array) -> Float[Array, "D L"]:
+    """What the devices hold together."""
+    return fold(of_DkL.shape[1], lambda j: of_DkL[:, j], operator.add)
+
+
+def held(expert_aL: Int[Array, "a L"], expert_dkL: jax.Array) -> Bool[Array, "a d L"]:
     """Whether a device holds an expert already."""
     return jnp.any(expert_aL[:, None, None] == expert_dkL[None], 2)
 
 
 def known(expert_aL: jax.Array, expert_dkL: jax.Array) -> Bool[Array, "d k L"]:
     """Whether the expert of a slot is one of the giver's."""
-    return jnp.any(expert_aL[:, None, None] == expert_dkL[None], 0)
+    return fold(
+        len(expert_aL),
+        lambda a: expert_aL[a][None, None] == expert_dkL,
+        operator.or_,
+    )
+
+
+class Pair(NamedTuple):
+    """The best of a slot of the giver and a slot of its node, in each layer.
+
+    Attributes:
+      cost_L: infinite if there is none.
+      own_L, other_L: their indices among those of the giver and those of the node.
+    """
+
+    cost_L: jax.Array
+    own_L: jax.Array
+    other_L: jax.Array
+
+
+def best_pair(
+    node: Node, own_aL: jax.Array, cost: Callable, fixed_dkL: jax.Array
+) -> Pair:
+    """Finds the cheapest pair whose slot of the giver may go to the other's device.
+
+    Args:
+      node: the giver and its node.
+      own_aL: what belongs to the giver's slots; `cost` reads it.
+      cost: (own, share of the other slot, load of its device) -> cost, elementwise.
+      fixed_dkL: what the other slot costs besides; infinite if it is not to be used.
+    """
+    d, k, _ = node.expert_dkL.shape
+    held_adL = held(node.expert_aL, node.expert_dkL)
+
+    def of_own(a):
+        cost_dkL = cost(
+            own_aL[..., a, :][..., None, None, :], node.share_dkL, node.load_dL[:, None]
+        )
+        return jnp.where(held_adL[a][:, None], jnp.inf, cost_dkL)
+
+    cost_dkL = fold(len(node.expert_aL), of_own, jnp.minimum) + fixed_dkL
+    cost_L, other_L = first_slot(cost_dkL)
+    device_L, slot_L = other_L // k % d, other_L % k
+    share_L = of_device(of_device(node.share_dkL, device_L), slot_L)
+    load_L = of_device(node.load_dL, device_L)
+    cost_aL = cost(own_aL, share_L[None], load_L[None])
+    held_aL = jnp.take_along_axis(held_adL, device_L[None, None], 1)[:, 0]
+    _, own_L = first_least(jnp.where(held_aL, jnp.inf, cost_aL))
+    return Pair(cost_L, own_L % k, other_L)
+
+
+def first_slot(of_dkL: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`first_least` of slots, by device and then in the device."""
+    d, k, _ = of_dkL.shape
+    least_dL = fold(k, lambda j: of_dkL[:, j], jnp.minimum)
+    least_L, device_L = first_least(least_dL)
+    _, slot_L = first_least(of_device(of_dkL, device_L % d))
+    return least_L, jnp.where(device_L < NONE, device_L * k + slot_L, NONE)
 
 
 def exchange(
-    slots: Slots, one_L: jax.Array, other_L: jax.Array, found_L: jax.Array
-) -> Slots:
-    """Exchanges two slots of each layer in which something was found."""
-    slot_DkL = index_of(slots.expert_DkL.shape)
-    one_DkL = (slot_DkL == one_L[None, None]) & found_L[None, None]
-    other_DkL = (slot_DkL == other_L[None, None]) & found_L[None, None]
-    from_one_L, from_other_L = (
-        jnp.sum(jnp.where(here_DkL, slots.expert_DkL, 0), (0, 1))
-        for here_DkL in (one_DkL, other_DkL)
-    )
-    expert_DkL = jnp.where(one_DkL, from_other_L[None, None], slots.expert_DkL)
-    expert_DkL = jnp.where(other_DkL, from_one_L[None, None], expert_DkL)
-    return slots._replace(expert_DkL=expert_DkL)
+    slots: Slots,
+    share_DkL: jax.Array | None,
+    one_L: jax.Array,
+    other_L: jax.Array,
+    found_L: jax.Array,
+) -> tuple[Slots, jax.Array | None]:
+    """Exchanges two slots of each layer in which something was found.
+
+    Returns:
+      The plan, and `share_DkL`, if it is given, in the new order.
+    """
+    one_L, other_L = (jnp.where(found_L, at_L, NONE) for at_L in (one_L, other_L))
+
+    def exchanged(of_DkL):
+        of_PL = of_DkL.reshape(-1, len(found_L))
+        of_one_L, of_other_L = (take_slot(of_PL, at_L) for at_L in (one_L, other_L))
+        of_PL = put_slot(put_slot(of_PL, one_L, of_other_L), other_L, of_one_L)
+        return of_PL.reshape(of_DkL.shape)
+
+    slots = slots._replace(expert_DkL=exchanged(slots.expert_DkL))
+    return slots, None if share_DkL is None else exchanged(share_DkL)
+
+
+def take_slot(of_PL: jax.Array, slot_L: jax.Array) -> jax.Array:
+    """What is in one place of each layer; anything if there is no such place."""
+    return jnp.take_along_axis(of_PL, slot_L[None] % len(of_PL), 0)[0]
+
+
+def put_slot(of_PL: jax.Array, slot_L: jax.Array, value_L: jax.Array) -> jax.Array:
+    """Puts something into one place of each layer, if there is the place."""
+    layers_L = jnp.arange(of_PL.shape[1])
+    return of_PL.at[slot_L, layers_L].set(value_L, mode="drop", unique_indices=True)
 
 
 def first_least(of: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -155,14 +248,6 @@ def first_least(of: jax.Array) -> tuple[jax.Array, jax.Array]:
     least_L = jnp.min(of, axes)
     here = (of == jnp.expand_dims(least_L, axes)) & (of < jnp.inf)
     return least_L, jnp.min(jnp.where(here, index_of(of.shape), NONE), axes)
-
-
-def partner(of: jax.Array, index_L: jax.Array) -> jax.Array:
-    """The first axis' index of the least value, where the other axes' index is given."""
-    L = of.shape[-1]
-    of = of.reshape(len(of), -1, L)
-    at_aL = jnp.take_along_axis(of, index_L[None, None] % of.shape[1], 1)[:, 0]
-    return first_least(at_aL)[1] % len(of)
 
 
 def index_of(shape: tuple[int, ...]) -> jax.Array:
