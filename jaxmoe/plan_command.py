@@ -137,7 +137,9 @@ def read_loads(path: str) -> np.ndarray:
             if not (np.isfinite(value) and value >= 0)
         ]
         if wrong or not np.isfinite(total):
-            where = f"layer {layer}, expert {wrong[0][0]}" if wrong else f"layer {layer}"
+            where = (
+                f"layer {layer}, expert {wrong[0][0]}" if wrong else f"layer {layer}"
+            )
             value = f"{wrong[0][1]:g}" if wrong else "more than float32 holds"
             raise mistake(
                 f"{shown_path(path)} has the load {value} in {where}",

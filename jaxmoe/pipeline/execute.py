@@ -3,10 +3,10 @@
 
 One `lax.scan` over ticks. In a tick a rank takes its branch of one `lax.switch`: the
 operations of the tick, with the programs of the stages and the direction of each built
-in, so that weights are used where they lie and gradients are added in place. Then what
-it made travels by four ppermutes, which every rank issues in every tick, and is
-written into the buffers, outside the switch: a write inside a branch would copy the
-whole buffer. Branches differ only along `pipe`: the devices of an exchange over
+in, so that weights are used where they lie. Then what it made travels by four
+ppermutes, which every rank issues in every tick, is written into the buffers and added
+to the sums, outside the switch: a branch copies whatever it is given and gives back,
+the whole buffer, all gradients. Branches differ only along `pipe`: the devices of an exchange over
 `expert` always take the same one. The head and the loss stand before the switch, in a
 `lax.cond` that only the last stage enters, when its backward begins: logits never wait
 for their turn.
@@ -109,18 +109,21 @@ def run(
       enter here.
     """
     works, work_of = _list_works(pipeline)
-    columns = np.stack([work_of, *(pipeline.table.columns[c] for c in COLUMNS)], axis=1)
+    gradients_of = np.array([work.gradients_of() for work in works])[work_of]
+    table = pipeline.table.columns
+    columns = np.stack([work_of, gradients_of, *(table[c] for c in COLUMNS)], axis=1)
     rank = jax.lax.axis_index(AXIS)
     mine = jnp.take(jnp.asarray(columns), rank, axis=2)  # [ticks, columns]
-    branches = _Branches(pipeline, weights, head, inputs_MbSD)
+    branches = _Branches(pipeline, weights, head, inputs_MbSD, sums)
     M = inputs_MbSD.shape[0]
 
     def tick(carry, numbers):
         buffers, sums, gradients = carry
-        row = dict(zip(("work", *COLUMNS), numbers, strict=True))
+        row = dict(zip(("work", "gradients_of", *COLUMNS), numbers, strict=True))
         dy, sums = branches.output_gradient(row, buffers, sums)
         steps = [partial(branches, work) for work in works]
-        sums, made = jax.lax.switch(row["work"], steps, row, buffers, dy, sums)
+        made = jax.lax.switch(row["work"], steps, row, buffers, dy)
+        sums = branches.add(row, sums, made)
         buffers = branches.keep(row, buffers, made)
         enters = (row["b_stage"] == 0) & (row["b_microbatch"] >= 0)
         where = jnp.where(enters, row["b_microbatch"], M)
@@ -145,6 +148,12 @@ class Work(NamedTuple):
     kinds: tuple[str, ...]
     directions: tuple[int, int, int]
     stages: tuple[int, int, int]
+
+    def gradients_of(self) -> int:
+        """The direction whose weights get gradients; -1 for none."""
+        if "W" in self.kinds:
+            return self.directions[2]
+        return self.directions[1] if "B" in self.kinds else -1
 
 
 def _list_works(pipeline: Pipeline) -> tuple[list[Work], np.ndarray]:
@@ -234,6 +243,8 @@ class Made(NamedTuple):
     gradient: jax.Array
     stash: list[jax.Array]
     deferred: list[jax.Array]
+    weights: Layers
+    statistics: Tree
 
 
 class _Branches:
@@ -245,9 +256,16 @@ class _Branches:
         weights: list[Layers],
         head: Tree,
         inputs_MbSD: jax.Array,
+        sums: Sums,
     ):
         self._pipeline, self._weights, self._head = pipeline, weights, head
         self._inputs = inputs_MbSD
+        # Of one direction: of the one that has most.
+        self._layers = {
+            kind: max((layers[kind] for layers in weights), key=len)
+            for kind in weights[0]
+        }
+        self._statistics = max(sums.stage, key=_rows)
         self._last = len(pipeline.stages) - 1
         slots, stages = pipeline.table.slots, pipeline.stages
         saved = [programs.saved for _, programs in stages]
@@ -271,48 +289,61 @@ class _Branches:
     def output_gradient(self, row: Row, buffers: Buffers, sums: Sums):
         """(gradient of the output of the tick's backward, sums)."""
 
-        def of_loss(sums: Sums):
+        def of_loss():
             y = _read(buffers.outputs, row["b_stash"])
             finish = jax.value_and_grad(
                 self._pipeline.finish, argnums=(0, 1), has_aux=True
             )
             with jax.named_scope("head"):
                 (_, found), (dhead, dy) = finish(self._head, y, row["b_microbatch"])
-            head, finished = _add(sums.head, dhead), _add(sums.finish, found)
-            return dy, dataclasses.replace(sums, head=head, finish=finished)
+            return dy, dhead, found
 
-        def arrived(sums: Sums):
-            return _read(buffers.gradients, row["b_inbox"]), sums
+        def arrived():
+            _, *others = jax.eval_shape(of_loss)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), others)
+            return _read(buffers.gradients, row["b_inbox"]), *zeros
 
-        return jax.lax.cond(row["b_stage"] == self._last, of_loss, arrived, sums)
+        last = row["b_stage"] == self._last
+        dy, dhead, found = jax.lax.cond(last, of_loss, arrived)
+        head = _add_if(last, sums.head, dhead)
+        finish = _add_if(last, sums.finish, found)
+        return dy, dataclasses.replace(sums, head=head, finish=finish)
 
-    def __call__(
-        self, work: Work, row: Row, buffers: Buffers, dy: jax.Array, sums: Sums
-    ) -> tuple[Sums, Made]:
-        """One tick of one rank: reads buffers, adds to sums, leaves what it made."""
-        nothing = _full(self._inputs.shape[1:], self._inputs.dtype, self._pipeline.fill)
-        activation, gradient = nothing, nothing
-        stash, deferred = self._stash.pack(-1, []), self._deferred.pack(-1, [])
+    def __call__(self, work: Work, row: Row, buffers: Buffers, dy: jax.Array) -> Made:
+        """One tick of one rank: reads buffers, leaves what it made."""
+        made = self._nothing()
         forward, backward = None, None
         if work.directions[0] >= 0:
             forward = self._forward(work, row, buffers)
         if work.directions[1] >= 0:
             backward = self._backward(work, row, buffers, dy)
         if forward and backward and self._pipeline.alternating:
-            made, gradients = alternate(forward, backward)
+            results, gradients = alternate(forward, backward)
         else:
             with jax.named_scope("F"):
-                made = forward.run() if forward else []
+                results = forward.run() if forward else []
             with jax.named_scope("B" if "B" in work.kinds else "Bi"):
                 gradients = backward.run() if backward else []
         if forward:
-            activation, stash, sums = self._keep_forward(work, made, sums)
+            made = self._forward_made(work, results, made)
         if backward:
-            gradient, deferred, sums = self._keep_backward(work, gradients, sums)
+            made = self._backward_made(work, gradients, made)
         if "W" in work.kinds:
             with jax.named_scope("W"):
-                sums = self._weight_gradients(work, row, buffers, sums)
-        return sums, Made(activation, gradient, stash, deferred)
+                made = self._weight_gradients(work, row, buffers, made)
+        return made
+
+    def _nothing(self) -> Made:
+        fill = self._pipeline.fill
+        inputs = _full(self._inputs.shape[1:], self._inputs.dtype, fill)
+        return Made(
+            activation=inputs,
+            gradient=inputs,
+            stash=self._stash.pack(-1, []),
+            deferred=self._deferred.pack(-1, []),
+            weights=jax.tree.map(lambda w: _full(w.shape, w.dtype, fill), self._layers),
+            statistics=jax.tree.map(jnp.zeros_like, self._statistics),
+        )
 
     def _forward(self, work: Work, row: Row, buffers: Buffers) -> Walk:
         direction = work.directions[0]
@@ -326,15 +357,16 @@ class _Branches:
         context = self._pipeline.context(microbatch, row["f_stage"], direction)
         return programs.forward(_pick(self._weights[direction], kinds), x, context)
 
-    def _keep_forward(self, work: Work, results: list, sums: Sums):
-        """(output, what goes into the stash, sums)."""
-        direction, stage = work.directions[0], work.stages[0]
+    def _forward_made(self, work: Work, results: list, made: Made) -> Made:
+        """The output, what goes into the stash, and the statistics."""
+        stage = work.stages[0]
         _, programs = self._pipeline.stages[stage]
         y, statistics, saved = programs.forward_results(results)
-        stage_sums = list(sums.stage)
-        stage_sums[direction] = _add_first(stage_sums[direction], statistics)
-        sums = dataclasses.replace(sums, stage=stage_sums)
-        return y, self._stash.pack(stage, saved), sums
+        return made._replace(
+            activation=y,
+            stash=self._stash.pack(stage, saved),
+            statistics=_write_first(made.statistics, statistics),
+        )
 
     def _backward(self, work: Work, row: Row, buffers: Buffers, dy: jax.Array) -> Walk:
         direction, stage = work.directions[1], work.stages[1]
@@ -347,17 +379,19 @@ class _Branches:
             dy,
         )
 
-    def _keep_backward(self, work: Work, results: list, sums: Sums):
-        """(gradient of the input, what W gets, sums)."""
-        direction, stage = work.directions[1], work.stages[1]
+    def _backward_made(self, work: Work, results: list, made: Made) -> Made:
+        """The gradient of the input, and those of the weights or what W gets."""
+        stage = work.stages[1]
         kinds, programs = self._pipeline.stages[stage]
         if "B" not in work.kinds:
-            return results[0], self._deferred.pack(stage, results[1:]), sums
+            deferred = self._deferred.pack(stage, results[1:])
+            return made._replace(gradient=results[0], deferred=deferred)
         dx, dweights = programs.backward_results(results)
-        sums = _add_weights(sums, direction, kinds, dweights)
-        return dx, self._deferred.pack(-1, []), sums
+        return made._replace(gradient=dx, weights=_put(made.weights, kinds, dweights))
 
-    def _weight_gradients(self, work: Work, row: Row, buffers: Buffers, sums: Sums):
+    def _weight_gradients(
+        self, work: Work, row: Row, buffers: Buffers, made: Made
+    ) -> Made:
         direction, stage = work.directions[2], work.stages[2]
         kinds, programs = self._pipeline.stages[stage]
         dweights = programs.backward_weights(
@@ -365,7 +399,17 @@ class _Branches:
             self._pipeline.context(row["w_microbatch"], row["w_stage"], direction),
             self._deferred.read(stage, buffers.deferred, row["w_deferred"]),
         )
-        return _add_weights(sums, direction, kinds, dweights)
+        return made._replace(weights=_put(made.weights, kinds, dweights))
+
+    def add(self, row: Row, sums: Sums, made: Made) -> Sums:
+        """Adds what the tick made to the sums of its directions."""
+        weights, stage = list(sums.weights), list(sums.stage)
+        for d, layers in enumerate(sums.weights):
+            more = {kind: made.weights[kind][: len(layers[kind])] for kind in layers}
+            weights[d] = _add_if(row["gradients_of"] == d, layers, more)
+            more = jax.tree.map(lambda m, t: m[: len(t)], made.statistics, stage[d])
+            stage[d] = _add_if(row["f_direction"] == d, stage[d], more)
+        return dataclasses.replace(sums, weights=weights, stage=stage)
 
     def keep(self, row: Row, buffers: Buffers, made: Made) -> Buffers:
         """Sends what the tick made, and writes it and what arrived into the buffers."""
@@ -407,27 +451,38 @@ def _pick(layers: Layers, kinds: Kinds) -> list[Tree]:
     return [next(following[kind]) for kind in kinds]
 
 
-def _add_weights(sums: Sums, direction: int, kinds: Kinds, dweights: Tree) -> Sums:
-    totals = {kind: list(layers) for kind, layers in sums.weights[direction].items()}
-    seen = dict.fromkeys(totals, 0)
-    for kind, gradient in zip(kinds, dweights, strict=True):
-        place = seen[kind]
-        totals[kind][place] = _add(totals[kind][place], gradient)
+def _put(layers: Layers, kinds: Kinds, of_stage: Tree) -> Layers:
+    """The layers with those of a stage in the first places of their kinds."""
+    layers = {kind: list(of_kind) for kind, of_kind in layers.items()}
+    seen = dict.fromkeys(layers, 0)
+    for kind, layer in zip(kinds, of_stage, strict=True):
+        layers[kind][seen[kind]] = layer
         seen[kind] += 1
-    weights = list(sums.weights)
-    weights[direction] = totals
-    return dataclasses.replace(sums, weights=weights)
+    return layers
 
 
-def _add(total: Tree, more: Tree) -> Tree:
-    return jax.tree.map(lambda t, m: t + m.astype(t.dtype), total, more)
+def _rows(statistics: Tree) -> int:
+    return max((len(leaf) for leaf in jax.tree.leaves(statistics)), default=0)
 
 
-def _add_first(total: Tree, more: Tree) -> Tree:
-    """Adds to the first rows; a stage may have fewer MoE layers than another."""
-    if more is None:
-        return total
-    return jax.tree.map(lambda t, m: t.at[: m.shape[0]].add(m), total, more)
+def _write_first(rows: Tree, first: Tree) -> Tree:
+    """Writes the first rows; a stage may have fewer MoE layers than another."""
+    if first is None:
+        return rows
+    return jax.tree.map(lambda r, f: r.at[: len(f)].set(f), rows, first)
+
+
+def _add_if(condition: jax.Array, total: Tree, more: Tree) -> Tree:
+    """total + more where the condition holds, else total.
+
+    A loop of one turn or none adds in place; a conditional would copy the total.
+    """
+    return jax.lax.fori_loop(
+        0,
+        condition.astype(jnp.int32),
+        lambda _, total: jax.tree.map(lambda t, m: t + m.astype(t.dtype), total, more),
+        total,
+    )
 
 
 def _read(buffer: jax.Array, slot: jax.Array) -> jax.Array:
