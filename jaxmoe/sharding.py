@@ -110,9 +110,6 @@ def gather_layers(shards: Any, compute: Any, master: Any, places_Rn: np.ndarray)
       Tree of [n, ...] in the compute layout.
     """
     R, n = places_Rn.shape
-    if n == 0:  # of one layer nothing is taken; the compiler leaves its way out
-        one = gather_layers(shards, compute, master, np.zeros((R, 1), np.int32))
-        return jax.tree.map(lambda layer: layer[:0], one)
     leaves, tree = jax.tree.flatten(shards)
     specs = _pairs(tree, compute, master)
     dims, rests = zip(*(_pipe_dim(*pair) for pair in specs), strict=True)

@@ -181,7 +181,7 @@ def choose_parts(even_share: int, block: int) -> tuple[int, ...]:
     large = 1 << (max(1, min(even_share, 256)).bit_length() - 1)
     if large <= block:
         return (block,)
-    return (large, 2 * block, block) if large >= 8 * block else (large, block)
+    return (large, 2 * block, block) if large >= 4 * block else (large, block)
 
 
 def dispatch(

@@ -6,10 +6,10 @@ operations of the tick, with the programs of the stages and the direction of eac
 in, so that weights are used where they lie. Then what it made travels by four
 ppermutes, which every rank issues in every tick, is written into the buffers and added
 to the sums, outside the switch: a branch copies whatever it is given and gives back,
-the whole buffer, all gradients. Branches differ only along `pipe`: the devices of an exchange over
-`expert` always take the same one. The head and the loss stand before the switch, in a
-`lax.cond` that only the last stage enters, when its backward begins: logits never wait
-for their turn.
+the whole buffer, all gradients. Branches differ only along `pipe`: the devices of an
+exchange over `expert` always take the same one. The head and the loss stand before the
+switch, in a `lax.cond` that only the last stage enters, when its backward begins:
+logits never wait for their turn.
 
   inbox of activations, of gradients    what arrived and waits
   stash      what a forward leaves for its backward
@@ -26,13 +26,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.pipeline.alternate import Walk, alternate
+from jaxmoe.pipeline.buffers import Shelf, full, read, write
 from jaxmoe.pipeline.lower import COLUMNS, TickTable
 from jaxmoe.pipeline.stage import StagePrograms, Tree
 
@@ -127,7 +128,7 @@ def run(
         buffers = branches.keep(row, buffers, made)
         enters = (row["b_stage"] == 0) & (row["b_microbatch"] >= 0)
         where = jnp.where(enters, row["b_microbatch"], M)
-        gradients = _write(gradients, made.gradient, where)
+        gradients = write(gradients, made.gradient, where)
         return (buffers, sums, gradients), None
 
     room = jnp.zeros((M + 1, *inputs_MbSD.shape[1:]), inputs_MbSD.dtype)
@@ -174,50 +175,6 @@ def _list_works(pipeline: Pipeline) -> tuple[list[Work], np.ndarray]:
         )
         work_of[place] = found.setdefault(work, len(found))
     return list(found), work_of
-
-
-class Shelf:
-    """Slots for the arrays of any one of several programs.
-
-    Arrays of one shape and type of different programs share their place.
-    """
-
-    def __init__(
-        self, lists: Sequence[list[jax.ShapeDtypeStruct]], slots: int, fill: float
-    ):
-        self._slots, self._fill = slots, fill
-        self._shapes: list[tuple] = []
-        self._places: list[list[int]] = []
-        for arrays in lists:
-            free = dict(enumerate(self._shapes))
-            places = []
-            for array in arrays:
-                shape = (array.shape, array.dtype)
-                place = next((i for i, s in free.items() if s == shape), None)
-                if place is None:
-                    place = len(self._shapes)
-                    self._shapes.append(shape)
-                free.pop(place, None)
-                places.append(place)
-            self._places.append(places)
-
-    def empty(self) -> list[jax.Array]:
-        return [
-            _full((self._slots + 1, *shape), dtype, self._fill)
-            for shape, dtype in self._shapes
-        ]
-
-    def pack(self, number: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """What a slot gets from program `number`; -1: from none."""
-        places = self._places[number] if number >= 0 else []
-        given = dict(zip(places, arrays, strict=True))
-        return [
-            given[i] if i in given else _full(shape, dtype, self._fill)
-            for i, (shape, dtype) in enumerate(self._shapes)
-        ]
-
-    def read(self, number: int, buffers: list[jax.Array], slot: jax.Array):
-        return [_read(buffers[place], slot) for place in self._places[number]]
 
 
 @partial(
@@ -279,10 +236,10 @@ class _Branches:
         slots, fill = self._pipeline.table.slots, self._pipeline.fill
         shape, dtype = self._inputs.shape[1:], self._inputs.dtype
         return Buffers(
-            activations=_full((slots.activations + 1, *shape), dtype, fill),
-            gradients=_full((slots.gradients + 1, *shape), dtype, fill),
+            activations=full((slots.activations + 1, *shape), dtype, fill),
+            gradients=full((slots.gradients + 1, *shape), dtype, fill),
             stash=self._stash.empty(),
-            outputs=_full((slots.stash + 1, *shape), dtype, fill),
+            outputs=full((slots.stash + 1, *shape), dtype, fill),
             deferred=self._deferred.empty(),
         )
 
@@ -290,7 +247,7 @@ class _Branches:
         """(gradient of the output of the tick's backward, sums)."""
 
         def of_loss():
-            y = _read(buffers.outputs, row["b_stash"])
+            y = read(buffers.outputs, row["b_stash"])
             finish = jax.value_and_grad(
                 self._pipeline.finish, argnums=(0, 1), has_aux=True
             )
@@ -301,7 +258,7 @@ class _Branches:
         def arrived():
             _, *others = jax.eval_shape(of_loss)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), others)
-            return _read(buffers.gradients, row["b_inbox"]), *zeros
+            return read(buffers.gradients, row["b_inbox"]), *zeros
 
         last = row["b_stage"] == self._last
         dy, dhead, found = jax.lax.cond(last, of_loss, arrived)
@@ -334,16 +291,17 @@ class _Branches:
         return made
 
     def _nothing(self) -> Made:
+        """What nobody reads."""
+        inputs = jax.ShapeDtypeStruct(self._inputs.shape[1:], self._inputs.dtype)
+        shelves = self._stash.shapes(), self._deferred.shapes()
+        shapes = (inputs, inputs, *shelves, self._layers)
+        leaves, tree = jax.tree.flatten(shapes)
+        # Each of another value: equal arrays would be made once, and then copied.
         fill = self._pipeline.fill
-        inputs = _full(self._inputs.shape[1:], self._inputs.dtype, fill)
-        return Made(
-            activation=inputs,
-            gradient=inputs,
-            stash=self._stash.pack(-1, []),
-            deferred=self._deferred.pack(-1, []),
-            weights=jax.tree.map(lambda w: _full(w.shape, w.dtype, fill), self._layers),
-            statistics=jax.tree.map(jnp.zeros_like, self._statistics),
-        )
+        made = [full(x.shape, x.dtype, fill + 1e-30 * i) for i, x in enumerate(leaves)]
+        zeros = jax.tree.map(jnp.zeros_like, self._statistics)
+        y, dy, stash, deferred, weights = jax.tree.unflatten(tree, made)
+        return Made(y, dy, stash, deferred, weights, statistics=zeros)
 
     def _forward(self, work: Work, row: Row, buffers: Buffers) -> Walk:
         direction = work.directions[0]
@@ -351,8 +309,8 @@ class _Branches:
         microbatch = row["f_microbatch"]
         x = jnp.where(
             row["f_stage"] == 0,
-            _read(self._inputs, microbatch),
-            _read(buffers.activations, row["f_inbox"]),
+            read(self._inputs, microbatch),
+            read(buffers.activations, row["f_inbox"]),
         )
         context = self._pipeline.context(microbatch, row["f_stage"], direction)
         return programs.forward(_pick(self._weights[direction], kinds), x, context)
@@ -364,7 +322,7 @@ class _Branches:
         y, statistics, saved = programs.forward_results(results)
         return made._replace(
             activation=y,
-            stash=self._stash.pack(stage, saved),
+            stash=self._stash.pack(stage, saved, made.stash),
             statistics=_write_first(made.statistics, statistics),
         )
 
@@ -384,7 +342,7 @@ class _Branches:
         stage = work.stages[1]
         kinds, programs = self._pipeline.stages[stage]
         if "B" not in work.kinds:
-            deferred = self._deferred.pack(stage, results[1:])
+            deferred = self._deferred.pack(stage, results[1:], made.deferred)
             return made._replace(gradient=results[0], deferred=deferred)
         dx, dweights = programs.backward_results(results)
         return made._replace(gradient=dx, weights=_put(made.weights, kinds, dweights))
@@ -427,20 +385,20 @@ class _Branches:
             for way, pairs in ways.items():
                 if (columns[f"{letter}_{way}"] >= 0).any():
                     arrived = jax.lax.ppermute(value, AXIS, pairs)
-                    buffer = _write(buffer, arrived, row[f"{letter}_{way}"])
+                    buffer = write(buffer, arrived, row[f"{letter}_{way}"])
             if (columns[local] >= 0).any():
-                buffer = _write(buffer, value, row[local])
+                buffer = write(buffer, value, row[local])
             return buffer
 
         def shelf(buffers, values, slot):
-            return [_write(b, v, slot) for b, v in zip(buffers, values, strict=True)]
+            return [write(b, v, slot) for b, v in zip(buffers, values, strict=True)]
 
         finished = jnp.where(row["f_stage"] == self._last, row["f_stash"], -1)
         return Buffers(
             activations=arrivals(buffers.activations, made.activation, "a", "f_local"),
             gradients=arrivals(buffers.gradients, made.gradient, "g", "b_local"),
             stash=shelf(buffers.stash, made.stash, row["f_stash"]),
-            outputs=_write(buffers.outputs, made.activation, finished),
+            outputs=write(buffers.outputs, made.activation, finished),
             deferred=shelf(buffers.deferred, made.deferred, row["b_deferred"]),
         )
 
@@ -483,18 +441,3 @@ def _add_if(condition: jax.Array, total: Tree, more: Tree) -> Tree:
         lambda _, total: jax.tree.map(lambda t, m: t + m.astype(t.dtype), total, more),
         total,
     )
-
-
-def _read(buffer: jax.Array, slot: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(buffer, jnp.maximum(slot, 0), keepdims=False)
-
-
-def _write(buffer: jax.Array, value: jax.Array, slot: jax.Array) -> jax.Array:
-    """Writes a slot; slot -1 is the one that nobody reads."""
-    slot = jnp.where(slot < 0, buffer.shape[0] - 1, slot)
-    return jax.lax.dynamic_update_index_in_dim(buffer, value, slot, axis=0)
-
-
-def _full(shape: tuple[int, ...], dtype: Any, fill: float) -> jax.Array:
-    floating = jnp.issubdtype(dtype, jnp.floating)
-    return jnp.full(shape, fill if floating else 0, dtype)

@@ -17,6 +17,7 @@ device, S positions, D width, R ranks, n layers of a kind on a rank.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from functools import partial
 from typing import Any
 
@@ -124,7 +125,7 @@ class PipelinedGradients:
         ends = {name: part for name, part in params.items() if name not in STACKS}
         specs = self._specs(ends)
         ends = sharding.gather(ends, *specs)
-        weights = [self._collect(params, places) for places in self.places]
+        weights = self._collect(params)
         rows = [self._rows(buffers, places) for places in self.places]
         M = self.table.schedule.num_microbatches
         A = batch["tokens"].shape[0] // M
@@ -157,35 +158,36 @@ class PipelinedGradients:
         more = pull(dinputs_MbSD)
         return sums, jax.tree.map(lambda t, m: t + m.astype(t.dtype), dends, more)
 
-    def _collect(self, params: Any, places: dict[str, np.ndarray]) -> Layers:
-        """The layers of this rank's stage for one direction."""
-        layers = {}
-        for kind, table in places.items():
+    def _collect(self, params: Any) -> list[Layers]:
+        """Per direction, the layers of this rank's stage."""
+        weights: list[Layers] = [{} for _ in self.places]
+        for kind in self.kinds:
+            places = self._all_places(kind)
             specs = self._specs(params[kind], kind)
-            stack = sharding.gather_layers(params[kind], *specs, table)
-            layers[kind] = model_lib.unstack(stack, table.shape[1])
-        return layers
+            stack = sharding.gather_layers(params[kind], *specs, places)
+            layers = iter(model_lib.unstack(stack, places.shape[1]))
+            for found, of_direction in zip(weights, self.places, strict=True):
+                n = of_direction[kind].shape[1]
+                found[kind] = list(itertools.islice(layers, n))
+        return weights
 
     def _distribute(self, sums: Sums) -> dict[str, Any]:
         """Gradients of all directions' layers, added in the master layout."""
         found = {}
         for kind in self.kinds:
-            specs = self._specs(None, kind)
-            total = None
-            for places, layers in zip(self.places, sums.weights, strict=True):
-                if not layers[kind]:
-                    continue
-                stack = jax.tree.map(lambda *xs: jnp.stack(xs), *layers[kind])
-                part = sharding.scatter_sum_layers(
-                    stack,
-                    *specs,
-                    places[kind],
-                    layers=self._stack_size(kind),
-                    mesh=self.mesh,
-                )
-                total = part if total is None else jax.tree.map(jnp.add, total, part)
-            found[kind] = total
+            layers = [layer for of in sums.weights for layer in of[kind]]
+            found[kind] = sharding.scatter_sum_layers(
+                jax.tree.map(lambda *xs: jnp.stack(xs), *layers),
+                *self._specs(None, kind),
+                self._all_places(kind),
+                layers=self._stack_size(kind),
+                mesh=self.mesh,
+            )
         return found
+
+    def _all_places(self, kind: str) -> np.ndarray:
+        """Where the layers of all directions belong, one direction after the other."""
+        return np.concatenate([places[kind] for places in self.places], axis=1)
 
     def _stack_size(self, kind: str) -> int:
         kinds = config_lib.layer_kinds(self.model)
