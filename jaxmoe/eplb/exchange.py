@@ -25,13 +25,13 @@ from jaxmoe.eplb.slots import (
     best_pair,
     exchange,
     first_least,
+    heaviest_device,
     held,
     index_of,
     known,
     node_of,
     of_device,
     slots_of,
-    sum_slots,
 )
 
 _GAIN = 1e-6  # an exchange must win more than this share, or rounding would go on
@@ -97,7 +97,7 @@ def spread(slots: Slots, num_nodes: int) -> Slots:
         there_L = slot_L < NONE
         k = slots.expert_DkL.shape[1]
         slot_L = jnp.where(there_L, slot_L, 0)
-        node = node_of(slots, slots.share_DkL(), slot_L // k, num_nodes)
+        node = node_of(slots, slot_L // k, num_nodes)
         expert_L, share_L = (
             of_device(of_aL, slot_L % k) for of_aL in (node.expert_aL, node.share_aL)
         )
@@ -112,7 +112,7 @@ def spread(slots: Slots, num_nodes: int) -> Slots:
         allowed_dkL &= lacks_dL[:, None]
         _, best_L = first_least(jnp.where(allowed_dkL, heavier_dkL, jnp.inf))
         found_L = there_L & (best_L < NONE)
-        slots, _ = exchange(slots, None, slot_L, node.slot_of(best_L), found_L)
+        slots = exchange(slots, slot_L, node.slot_of(best_L), found_L)
         return slots, jnp.where(found_L | ~there_L, after_L, slot_L + 1)
 
     return lax.while_loop(todo, step, (slots, jnp.zeros(L, jnp.int32)))[0]
@@ -131,22 +131,21 @@ def level(slots: Slots, num_nodes: int, going_L: Bool[Array, " L"]) -> Slots:
         return jnp.maximum(load + change, giver_load - change)
 
     def todo(state):
-        return jnp.any(state[2])
+        return jnp.any(state[1])
 
     def step(state):
-        slots, share_DkL, going_L = state
-        _, giver_L = first_least(-sum_slots(share_DkL))
-        node = node_of(slots, share_DkL, giver_L, num_nodes)
+        slots, going_L = state
+        _, giver_L = heaviest_device(slots)
+        node = node_of(slots, giver_L, num_nodes)
         known_dkL = known(node.expert_aL, node.expert_dkL)
         load_aL = jnp.broadcast_to(node.load_L[None], node.share_aL.shape)
         own_aL = jnp.stack([node.share_aL, load_aL])
         best = best_pair(node, own_aL, cost, jnp.where(known_dkL, jnp.inf, 0.0))
         found_L = going_L & (best.cost_L < node.load_L * (1 - _GAIN))
         places = node.own_slot_of(best.own_L), node.slot_of(best.other_L)
-        slots, share_DkL = exchange(slots, share_DkL, *places, found_L)
-        return slots, share_DkL, found_L
+        return exchange(slots, *places, found_L), found_L
 
-    return lax.while_loop(todo, step, (slots, slots.share_DkL(), going_L))[0]
+    return lax.while_loop(todo, step, (slots, going_L))[0]
 
 
 def improve(slots: Slots, num_nodes: int) -> Slots:
@@ -156,9 +155,8 @@ def improve(slots: Slots, num_nodes: int) -> Slots:
     every layer, and every other time there are two. What is heavier than before is
     dropped. Layers near to their lower bound are done with.
     """
-    share_DkL = slots.share_DkL()
-    D, k, L = share_DkL.shape
-    node_load_NL = share_DkL.reshape(num_nodes, -1, L).sum(1)
+    D, k, L = slots.share_DkL.shape
+    node_load_NL = slots.share_DkL.reshape(num_nodes, -1, L).sum(1)
     each_L = jnp.max(slots.load_EL, 0) / (D // num_nodes)
     bound_L = jnp.maximum(jnp.max(node_load_NL, 0) / (D // num_nodes), each_L)
     mean_L = node_load_NL.sum(0) / D
@@ -192,15 +190,14 @@ def improve(slots: Slots, num_nodes: int) -> Slots:
 
 def heaviest(slots: Slots) -> Float[Array, " L"]:
     """The load of the heaviest device."""
-    return jnp.max(sum_slots(slots.share_DkL()), 0)
+    return heaviest_device(slots)[0]
 
 
 def _kick(slots, num_nodes, mean_L, key, noise, where_L) -> Slots:
     """Gives a slot that has to do with the heaviest device to another expert."""
-    share_DkL = slots.share_DkL()
-    heavy_L, giver_L = first_least(-sum_slots(share_DkL))
-    node = node_of(slots, share_DkL, giver_L, num_nodes)
-    goal = Goal(-heavy_L * (1 - 10 * _GAIN), mean_L)
+    heavy_L, giver_L = heaviest_device(slots)
+    node = node_of(slots, giver_L, num_nodes)
+    goal = Goal(heavy_L * (1 - 10 * _GAIN), mean_L)
     found = best_recount(slots, node, goal, noise=(key, noise))
     return carry_out(slots, found, where_L & (found.gain_L > -jnp.inf))
 

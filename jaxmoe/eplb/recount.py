@@ -76,24 +76,21 @@ def best_recount(
     load_EL, count_EL = slots.load_EL, slots.count_EL
     node_PL = node.expert_dkL.reshape(-1, L)
 
-    def of_node(of_EL):
-        return jnp.take_along_axis(of_EL, node_PL, 0).reshape(node.expert_dkL.shape)
-
     def per_expert(of_dkL):
         none_EL = jnp.zeros(load_EL.shape)
         return none_EL.at[node_PL, jnp.arange(L)[None]].add(of_dkL.reshape(-1, L))
 
     now_dL = goal.excess(node.load_dL)
     share_EL = load_EL / (count_EL + 1)
-    count_dkL = of_node(count_EL)
-    fewer_dkL = node.share_dkL / jnp.maximum(count_dkL - 1, 1)
-    more_dkL = node.share_dkL / (count_dkL + 1)
+    fewer_dkL = node.share_dkL / jnp.maximum(node.copies_dkL - 1, 1)
+    more_dkL = node.share_dkL / (node.copies_dkL + 1)
     # What the other devices lose if a slot's copy goes, and win by one copy more.
     lost_dkL = goal.excess(node.load_dL[:, None] + fewer_dkL) - now_dL[:, None]
     won_dkL = now_dL[:, None] - goal.excess(node.load_dL[:, None] - more_dkL)
-    lost_dkL = of_node(per_expert(lost_dkL)) - lost_dkL
+    lost_PL = jnp.take_along_axis(per_expert(lost_dkL), node_PL, 0)
+    lost_dkL = lost_PL.reshape(lost_dkL.shape) - lost_dkL
     won_EL = per_expert(won_dkL)
-    lost_dkL = jnp.where(count_dkL > 1, lost_dkL, jnp.inf)
+    lost_dkL = jnp.where(node.copies_dkL > 1, lost_dkL, jnp.inf)
     if noise is not None:
         key, scale = noise
         for_E = scale * jax.random.gumbel(key, (len(load_EL),))
@@ -104,22 +101,28 @@ def best_recount(
         lost_dkL += for_dk[:, :, None] * goal.mean_L[None, None]
 
     out = _give_copies(node, goal, won_EL, share_EL, lost_dkL, now_dL)
-    into = _take_slots(node, goal, won_EL, share_EL, lost_dkL, now_dL)
+    num_nodes = len(slots.expert_DkL) // len(node.expert_dkL)
+    into = _take_slots(node, goal, won_EL, share_EL, lost_dkL, now_dL, num_nodes)
     better_L = out.gain_L >= into.gain_L
     return Recount(*(jnp.where(better_L, a, b) for a, b in zip(out, into, strict=True)))
 
 
 def carry_out(slots: Slots, change: Recount, where_L: Bool[Array, " L"]) -> Slots:
     """Makes the change in some of the layers."""
-    expert_DkL, count_EL, load_EL = slots
     slot_L = jnp.where(where_L, change.slot_L, NONE)
-    expert_PL = expert_DkL.reshape(-1, len(slot_L))
-    before_L = take_slot(expert_PL, slot_L)
-    expert_PL = put_slot(expert_PL, slot_L, change.expert_L)
-    one_L, layers_L = where_L.astype(jnp.int32), jnp.arange(len(slot_L))
-    count_EL = count_EL.at[change.expert_L % len(count_EL), layers_L].add(one_L)
-    count_EL = count_EL.at[before_L, layers_L].add(-one_L)
-    return Slots(expert_PL.reshape(expert_DkL.shape), count_EL, load_EL)
+    shape, L = slots.expert_DkL.shape, len(slot_L)
+    expert_PL = slots.expert_DkL.reshape(-1, L)
+    experts = take_slot(expert_PL, slot_L), change.expert_L % len(slots.count_EL)
+    expert_DkL = put_slot(expert_PL, slot_L, experts[1]).reshape(shape)
+    share_DkL, copies_DkL, count_EL = slots[1:4]
+    for expert_L, more in zip(experts, (-1, 1), strict=True):
+        more_L = where_L * more
+        count_EL = count_EL.at[expert_L, jnp.arange(L)].add(more_L)
+        count_L, load_L = (take_slot(of, expert_L) for of in (count_EL, slots.load_EL))
+        hit_DkL = (expert_DkL == expert_L[None, None]) & where_L[None, None]
+        copies_DkL = jnp.where(hit_DkL, count_L[None, None], copies_DkL)
+        share_DkL = jnp.where(hit_DkL, (load_L / count_L)[None, None], share_DkL)
+    return Slots(expert_DkL, share_DkL, copies_DkL, count_EL, slots.load_EL)
 
 
 def _give_copies(node, goal, won_EL, share_EL, lost_dkL, now_dL) -> Recount:
@@ -137,12 +140,13 @@ def _give_copies(node, goal, won_EL, share_EL, lost_dkL, now_dL) -> Recount:
     return Recount(node.slot_of(best.other_L), expert_L, -best.cost_L)
 
 
-def _take_slots(node, goal, won_EL, share_EL, lost_dkL, now_dL) -> Recount:
+def _take_slots(node, goal, won_EL, share_EL, lost_dkL, now_dL, num_nodes) -> Recount:
     """A slot of the giver gets a copy of another expert of the node."""
     E, L = won_EL.shape
     layers = jnp.arange(L)[None]
-    none_EL = jnp.zeros((E, L), bool)
-    here_EL = none_EL.at[node.expert_dkL.reshape(-1, L), layers].set(True)
+    here_EL = jnp.ones((E, L), bool)
+    if num_nodes > 1:
+        here_EL = ~here_EL.at[node.expert_dkL.reshape(-1, L), layers].set(False)
     here_EL = here_EL.at[node.expert_aL, layers].set(False)
     left_aL = node.load_L[None] - node.share_aL
     lost_aL = of_device(lost_dkL, node.giver_L)

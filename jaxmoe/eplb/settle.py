@@ -24,12 +24,11 @@ from jaxmoe.eplb.slots import (
     Slots,
     best_pair,
     exchange,
-    first_least,
+    heaviest_device,
     known,
     node_of,
     of_device,
     slots_of,
-    sum_slots,
 )
 
 _ROUNDING = 1e-6  # loads are added in float32
@@ -82,7 +81,7 @@ def incremental(
 def settle(slots: Slots, num_nodes: int, limit_L: Float[Array, " L"]) -> Slots:
     """Changes a plan until no device exceeds a load, or no change helps."""
     D, k, L = slots.expert_DkL.shape
-    mean_L = slots.share_DkL().sum((0, 1)) / D
+    mean_L = slots.load_EL.sum(0) / D
     goal = Goal(limit_L, mean_L)
 
     def todo(state):
@@ -91,16 +90,15 @@ def settle(slots: Slots, num_nodes: int, limit_L: Float[Array, " L"]) -> Slots:
 
     def step(state):
         slots, going_L, steps = state
-        share_DkL = slots.share_DkL()
-        lightest_L, giver_L = first_least(-sum_slots(share_DkL))
-        node = node_of(slots, share_DkL, giver_L, num_nodes)
+        heavy_L, giver_L = heaviest_device(slots)
+        node = node_of(slots, giver_L, num_nodes)
         gain_L, own_L, other_L = _best_exchange(node, goal)
         change = best_recount(slots, node, goal)
         exchange_L = gain_L / 2 >= change.gain_L
         most_L = jnp.maximum(gain_L / 2, change.gain_L)
-        going_L &= (-lightest_L > limit_L) & (most_L > _ROUNDING * mean_L)
+        going_L &= (heavy_L > limit_L) & (most_L > _ROUNDING * mean_L)
         # Each leaves the layers of the other alone.
-        slots, _ = exchange(slots, None, own_L, other_L, going_L & exchange_L)
+        slots = exchange(slots, own_L, other_L, going_L & exchange_L)
         slots = carry_out(slots, change, going_L & ~exchange_L)
         return slots, going_L, steps + 1
 

@@ -26,21 +26,21 @@ _WRITTEN_OUT = 16  # slots of a device up to which folds are; more take long to 
 
 
 class Slots(NamedTuple):
-    """The expert of each slot, the copies of each expert, and the experts' loads."""
+    """A plan, and what it makes of the loads.
+
+    Attributes:
+      expert_DkL: of each slot.
+      share_DkL: load of each slot: all copies of an expert have the same.
+      copies_DkL: copies that the expert of each slot has.
+      count_EL: copies of each expert.
+      load_EL: of each expert.
+    """
 
     expert_DkL: jax.Array
+    share_DkL: jax.Array
+    copies_DkL: jax.Array
     count_EL: jax.Array
     load_EL: jax.Array
-
-    def of_slots(self, of_EL: jax.Array) -> jax.Array:
-        """What belongs to the expert of each slot."""
-        D, k, L = self.expert_DkL.shape
-        of_PL = jnp.take_along_axis(of_EL, self.expert_DkL.reshape(D * k, L), 0)
-        return of_PL.reshape(D, k, L)
-
-    def share_DkL(self) -> jax.Array:
-        """The load of each slot: all copies of an expert have the same."""
-        return self.of_slots(self.load_EL / self.count_EL)
 
     def plan_LP(self) -> jax.Array:
         """The experts of the slots as everywhere else."""
@@ -53,8 +53,14 @@ def slots_of(
     """Brings a plan into this layout."""
     L, P = slots_LP.shape
     count_EL = jnp.maximum(count(slots_LP, load_LE.shape[1]), 1).T
-    expert_DkL = slots_LP.T.reshape(num_devices, P // num_devices, L)
-    return Slots(expert_DkL, count_EL, load_LE.T)
+    expert_PL, load_EL = slots_LP.T, load_LE.T
+    of_slots = [
+        jnp.take_along_axis(of_EL, expert_PL, 0)
+        for of_EL in (load_EL / count_EL, count_EL)
+    ]
+    shape = num_devices, P // num_devices, L
+    of_slots = [of_PL.reshape(shape) for of_PL in (expert_PL, *of_slots)]
+    return Slots(*of_slots, count_EL, load_EL)
 
 
 def count(slots_LP: Int[Array, "L P"], num_experts: int) -> Int[Array, "L E"]:
@@ -68,7 +74,7 @@ class Node(NamedTuple):
     """In each layer the node of one device, the giver, and that device in it.
 
     Attributes:
-      expert_dkL, share_dkL, load_dL: of the node.
+      expert_dkL, share_dkL, copies_dkL, load_dL: of the node.
       expert_aL, share_aL, load_L: of the giver.
       giver_L: its number in the node.
       first_slot_L: of the node.
@@ -76,6 +82,7 @@ class Node(NamedTuple):
 
     expert_dkL: jax.Array
     share_dkL: jax.Array
+    copies_dkL: jax.Array
     load_dL: jax.Array
     expert_aL: jax.Array
     share_aL: jax.Array
@@ -92,7 +99,7 @@ class Node(NamedTuple):
         return self.slot_of(self.giver_L * len(self.expert_aL) + index_L)
 
 
-def node_of(slots: Slots, share_DkL: jax.Array, device_L: jax.Array, N: int) -> Node:
+def node_of(slots: Slots, device_L: jax.Array, N: int) -> Node:
     """The node of a device of each layer."""
     D, k, L = slots.expert_DkL.shape
     d = D // N
@@ -104,11 +111,12 @@ def node_of(slots: Slots, share_DkL: jax.Array, device_L: jax.Array, N: int) -> 
         of_NdkL = of_DkL.reshape(N, d, k, L)
         return jnp.take_along_axis(of_NdkL, node_L[None, None, None], 0)[0]
 
-    expert_dkL, share_dkL = of_node(slots.expert_DkL), of_node(share_DkL)
+    expert_dkL, share_dkL, copies_dkL = map(of_node, slots[:3])
     load_dL = sum_slots(share_dkL)
     return Node(
         expert_dkL,
         share_dkL,
+        copies_dkL,
         load_dL,
         of_device(expert_dkL, giver_L),
         of_device(share_dkL, giver_L),
@@ -194,6 +202,12 @@ def best_pair(
     return Pair(cost_L, own_L % k, other_L)
 
 
+def heaviest_device(slots: Slots) -> tuple[jax.Array, jax.Array]:
+    """The load of the heaviest device of each layer, and which it is."""
+    lightest_L, device_L = first_least(-sum_slots(slots.share_DkL))
+    return -lightest_L, device_L
+
+
 def first_slot(of_dkL: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`first_least` of slots, by device and then in the device."""
     d, k, _ = of_dkL.shape
@@ -204,17 +218,9 @@ def first_slot(of_dkL: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def exchange(
-    slots: Slots,
-    share_DkL: jax.Array | None,
-    one_L: jax.Array,
-    other_L: jax.Array,
-    found_L: jax.Array,
-) -> tuple[Slots, jax.Array | None]:
-    """Exchanges two slots of each layer in which something was found.
-
-    Returns:
-      The plan, and `share_DkL`, if it is given, in the new order.
-    """
+    slots: Slots, one_L: jax.Array, other_L: jax.Array, found_L: jax.Array
+) -> Slots:
+    """Exchanges two slots of each layer in which something was found."""
     one_L, other_L = (jnp.where(found_L, at_L, NONE) for at_L in (one_L, other_L))
 
     def exchanged(of_DkL):
@@ -223,8 +229,7 @@ def exchange(
         of_PL = put_slot(put_slot(of_PL, one_L, of_other_L), other_L, of_one_L)
         return of_PL.reshape(of_DkL.shape)
 
-    slots = slots._replace(expert_DkL=exchanged(slots.expert_DkL))
-    return slots, None if share_DkL is None else exchanged(share_DkL)
+    return Slots(*map(exchanged, slots[:3]), *slots[3:])
 
 
 def take_slot(of_PL: jax.Array, slot_L: jax.Array) -> jax.Array:

@@ -142,14 +142,14 @@ def test_gradients_contain_no_scatter_of_rows():
         (0, 4, (8,)),
         (31, 2, (8,)),
         (32, 2, (16,)),
-        (255, 2, (64, 16)),
-        (256, 2, (128, 32)),
+        (255, 2, (64, 32, 16)),
+        (256, 2, (128, 64, 32)),
         (10**6, 8, (256, 64, 32)),
     ],
 )
 def test_parts_follow_the_even_share(assignments, slots, parts):
     """Blocks of 8, 16 or 32 rows; before them the power of 2 not above the share, up to
-    256, if it is larger, and two blocks if it is 8 blocks or more."""
+    256, if it is larger, and two blocks if it is 4 blocks or more."""
     block = choose_block(assignments, slots)
     assert choose_parts(assignments // slots, block) == parts
 
