@@ -67,6 +67,8 @@ def run(options: argparse.Namespace) -> int:
     if options.previous:
         previous_LP = read_plan(options.previous, (L, options.replicas), E)
 
+    import jax.numpy as jnp
+
     from jaxmoe.eplb import greedy, plan
 
     found = plan.rebalance_experts(
@@ -77,12 +79,13 @@ def run(options: argparse.Namespace) -> int:
         _, nodes = greedy.nodes_used(options.groups, options.nodes)
         first = plan.initial_plan(L, E, options.replicas, devices, nodes)
         previous_LP = np.asarray(first.physical_to_logical)
-    load_LD = np.asarray(plan.device_load(load_LE, slots_LP, devices))
+    load_LD = np.asarray(plan.device_load(load_LE, found.physical_to_logical, devices))
     balance = [
-        np.asarray(plan.max_over_mean(load_LE, of_LP, devices)).tolist()
+        np.asarray(plan.max_over_mean(load_LE, jnp.asarray(of_LP), devices)).tolist()
         for of_LP in (previous_LP, slots_LP)
     ]
-    moved = np.asarray(plan.moved(slots_LP, previous_LP, devices)).tolist()
+    moved = plan.moved(found.physical_to_logical, jnp.asarray(previous_LP), devices)
+    moved = np.asarray(moved).tolist()
     if options.figure:
         _draw(options.figure, load_LE, slots_LP, devices)
     _print(slots_LP, load_LD, balance, moved)

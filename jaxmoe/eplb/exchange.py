@@ -167,12 +167,15 @@ def improve(slots: Slots, num_nodes: int) -> Slots:
 
     def step(state):
         best, heavy_L, going_L, number = state
-        tried = best
-        for kick in range(2):
-            kicks_L = going_L & (number > 0) & ((number % 2 == 0) | (kick == 0))
-            noise = jnp.where(number > 1, _KICK, 0.0)
-            key = jax.random.fold_in(jax.random.key(kick), number)
-            tried = _kick(tried, num_nodes, mean_L, key, noise, kicks_L)
+        key = jax.random.fold_in(jax.random.key(0), number)
+        noise = jnp.where(number > 1, _KICK, 0.0)
+
+        def kick(i, slots):
+            kicks_L = going_L & (number > 0)
+            of_kick = jax.random.fold_in(key, i)
+            return _kick(slots, num_nodes, mean_L, of_kick, noise, kicks_L)
+
+        tried = lax.fori_loop(0, 2 - number % 2, kick, best)
         tried = level(tried, num_nodes, going_L)
         then_L = heaviest(tried)
         better_L = going_L & (then_L < heavy_L * (1 - _GAIN))
@@ -198,7 +201,13 @@ def _kick(slots, num_nodes, mean_L, key, noise, where_L) -> Slots:
     heavy_L, giver_L = heaviest_device(slots)
     node = node_of(slots, giver_L, num_nodes)
     goal = Goal(heavy_L * (1 - 10 * _GAIN), mean_L)
-    found = best_recount(slots, node, goal, noise=(key, noise))
+    (E, L), shape_dk = slots.load_EL.shape, node.expert_dkL.shape[:2]
+    for_E, for_dk = (
+        noise * jax.random.gumbel(of_key, shape)
+        for of_key, shape in zip(jax.random.split(key), ((E,), shape_dk), strict=True)
+    )
+    for_EL = jnp.broadcast_to(for_E[:, None], (E, L))
+    found = best_recount(slots, node, goal, wish_EL=for_EL, wish_dk=for_dk)
     return carry_out(slots, found, where_L & (found.gain_L > -jnp.inf))
 
 

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.config_base import mistake
@@ -52,14 +53,14 @@ class Plan(NamedTuple):
 
 
 def rebalance_experts(
-    load: jax.Array,
+    load: ArrayLike,
     num_replicas: int,
     num_groups: int = 1,
     num_nodes: int = 1,
     num_devices: int = 1,
     *,
     policy: str = "reference",
-    previous: jax.Array | None = None,
+    previous: ArrayLike | None = None,
     threshold: float | jax.Array = 1.0,
     tolerance: float | jax.Array = 1.02,
 ) -> Plan:
@@ -123,7 +124,7 @@ def rebalance_experts(
 
 @functools.partial(jax.jit, static_argnames=("sizes", "policy"))
 def _rebalance(load_LE, previous_LP, threshold, tolerance, sizes, policy) -> Plan:
-    (L, E), (P, _, nodes, D) = load_LE.shape, sizes
+    (L, E), (P, groups, nodes, D) = load_LE.shape, sizes
     valid_L = valid_load(load_LE)
     load_LE = jnp.where(valid_L[:, None], load_LE, 0.0)
     before = plan_of(_initial_slots(L, E, P, D, nodes), E)
@@ -143,7 +144,7 @@ def _rebalance(load_LE, previous_LP, threshold, tolerance, sizes, policy) -> Pla
     else:
         # What shall not change is made even, so that nothing is done about it.
         load_LE = jnp.where(change_L[:, None], load_LE, 0.0)
-        after_LP = incremental(load_LE, before_LP, *sizes[1:], tolerance)
+        after_LP = incremental(load_LE, before_LP, groups, nodes, D, tolerance)
         after = plan_of(keep_places(after_LP, before_LP, D), E)
     return Plan(
         *(
@@ -256,7 +257,7 @@ def _occurrence(expert_Rk: Int[Array, "R k"]) -> Int[Array, "R k"]:
 # Measuring ---------------------------------------------------------------------------
 
 
-def valid_load(load: jax.Array) -> Bool[Array, " L"]:
+def valid_load(load: ArrayLike) -> Bool[Array, " L"]:
     """Whether a layer's load [L, E] can be planned for: finite, and nowhere negative.
 
     A load of zero is valid, though it changes no plan.
@@ -266,7 +267,7 @@ def valid_load(load: jax.Array) -> Bool[Array, " L"]:
 
 
 def device_load(
-    load: jax.Array, physical_to_logical: Int[Array, "L P"], num_devices: int
+    load: ArrayLike, physical_to_logical: Int[Array, "L P"], num_devices: int
 ) -> Float[Array, "L D"]:
     """The load of each device when copies share the load [L, E] of their expert."""
     load_LE = jnp.asarray(load).astype(jnp.float32)
@@ -277,7 +278,7 @@ def device_load(
 
 
 def max_over_mean(
-    load: jax.Array, physical_to_logical: Int[Array, "L P"], num_devices: int
+    load: ArrayLike, physical_to_logical: Int[Array, "L P"], num_devices: int
 ) -> Float[Array, " L"]:
     """The largest over the mean load of a device; 1 is even, and no load is even."""
     load_LD = device_load(load, physical_to_logical, num_devices)

@@ -62,7 +62,9 @@ def best_recount(
     node: Node,
     goal: Goal,
     *,
-    noise: tuple[jax.Array, jax.Array] | None = None,
+    wish_EL: jax.Array | None = None,
+    wish_dk: jax.Array | None = None,
+    keep_L: jax.Array | None = None,
 ) -> Recount:
     """The best change that gives a copy of one of the giver's experts to another
     device, or one of the giver's slots to another expert.
@@ -70,7 +72,9 @@ def best_recount(
     Args:
       slots, node: the plan, and the giver in its node.
       goal: what gains are counted by.
-      noise: a random key, and by how much of the mean load to disturb gains.
+      wish_EL, wish_dk: added to the gain, by the expert that gets a copy and by the
+        slot that it gets; in parts of the mean load.
+      keep_L: an expert of each layer that loses no copy.
     """
     L = slots.load_EL.shape[1]
     load_EL, count_EL = slots.load_EL, slots.count_EL
@@ -90,15 +94,15 @@ def best_recount(
     lost_PL = jnp.take_along_axis(per_expert(lost_dkL), node_PL, 0)
     lost_dkL = lost_PL.reshape(lost_dkL.shape) - lost_dkL
     won_EL = per_expert(won_dkL)
-    lost_dkL = jnp.where(node.copies_dkL > 1, lost_dkL, jnp.inf)
-    if noise is not None:
-        key, scale = noise
-        for_E = scale * jax.random.gumbel(key, (len(load_EL),))
-        for_dk = scale * jax.random.gumbel(
-            jax.random.fold_in(key, 1), node.expert_dkL.shape[:2]
-        )
-        won_EL += for_E[:, None] * goal.mean_L[None]
-        lost_dkL += for_dk[:, :, None] * goal.mean_L[None, None]
+    spare_dkL = node.copies_dkL > 1
+    if keep_L is not None:
+        spare_dkL &= node.expert_dkL != keep_L[None, None]
+    lost_dkL = jnp.where(spare_dkL, lost_dkL, jnp.inf)
+    mean_L = goal.mean_L
+    if wish_EL is not None:
+        won_EL += wish_EL * mean_L[None]
+    if wish_dk is not None:
+        lost_dkL -= wish_dk[:, :, None] * mean_L[None, None]
 
     out = _give_copies(node, goal, won_EL, share_EL, lost_dkL, now_dL)
     num_nodes = len(slots.expert_DkL) // len(node.expert_dkL)

@@ -24,14 +24,18 @@ from jaxmoe.eplb.slots import (
     Slots,
     best_pair,
     exchange,
+    first_least,
     heaviest_device,
+    index_of,
     known,
     node_of,
     of_device,
     slots_of,
+    take_slot,
 )
 
 _ROUNDING = 1e-6  # loads are added in float32
+_URGES, _URGE = 4, 100.0  # how often to urge; more than anything gains, in mean loads
 
 
 def incremental(
@@ -79,30 +83,46 @@ def incremental(
 
 
 def settle(slots: Slots, num_nodes: int, limit_L: Float[Array, " L"]) -> Slots:
-    """Changes a plan until no device exceeds a load, or no change helps."""
+    """Changes a plan until no device exceeds a load, or no change helps.
+
+    An expert that has become hot can fill a device so far that a copy of it elsewhere
+    is a step back, until that other device has been relieved. Where nothing helps, the
+    heaviest device gives a copy of its heaviest expert all the same, a few times at
+    most, and the newest of these copies stay.
+    """
     D, k, L = slots.expert_DkL.shape
     mean_L = slots.load_EL.sum(0) / D
     goal = Goal(limit_L, mean_L)
 
     def todo(state):
-        _, going_L, steps = state
+        _, going_L, _, _, steps = state
         return jnp.any(going_L) & (steps < D * k)
 
     def step(state):
-        slots, going_L, steps = state
+        slots, going_L, stuck_L, keep_L, steps = state
         heavy_L, giver_L = heaviest_device(slots)
         node = node_of(slots, giver_L, num_nodes)
         gain_L, own_L, other_L = _best_exchange(node, goal)
-        change = best_recount(slots, node, goal)
+        urged_L = stuck_L % 2 == 1
+        hot_L = take_slot(node.expert_aL, first_least(-node.share_aL)[1])
+        hot_EL = index_of(slots.load_EL.shape) == hot_L[None]
+        wish_EL = jnp.where(hot_EL & urged_L[None], _URGE, 0.0)
+        keep_L = jnp.where(urged_L, hot_L, keep_L)
+        change = best_recount(slots, node, goal, wish_EL=wish_EL, keep_L=keep_L)
         exchange_L = gain_L / 2 >= change.gain_L
         most_L = jnp.maximum(gain_L / 2, change.gain_L)
-        going_L &= (heavy_L > limit_L) & (most_L > _ROUNDING * mean_L)
+        helps_L = most_L > _ROUNDING * mean_L
+        going_L &= (heavy_L > limit_L) & (helps_L | (stuck_L < 2 * _URGES))
+        going_L &= helps_L | ~urged_L
         # Each leaves the layers of the other alone.
-        slots = exchange(slots, own_L, other_L, going_L & exchange_L)
-        slots = carry_out(slots, change, going_L & ~exchange_L)
-        return slots, going_L, steps + 1
+        slots = exchange(slots, own_L, other_L, going_L & helps_L & exchange_L)
+        slots = carry_out(slots, change, going_L & helps_L & ~exchange_L)
+        # Odd: the next change is urged. Even: half the number of those there were.
+        stuck_L += (going_L & ~helps_L) | urged_L
+        return slots, going_L, stuck_L, keep_L, steps + 1
 
-    state = slots, jnp.ones(L, bool), jnp.int32(0)
+    none_L = jnp.full(L, -1)
+    state = slots, jnp.ones(L, bool), jnp.zeros(L, jnp.int32), none_L, jnp.int32(0)
     return lax.while_loop(todo, step, state)[0]
 
 

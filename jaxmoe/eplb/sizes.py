@@ -37,7 +37,8 @@ def check_sizes(
     Args:
       num_experts: of each layer.
       num_replicas: slots of each layer, over all devices.
-      num_groups: of experts; those of a group share a node.
+      num_groups: of experts; those of a group share a node. Ignored if it is no
+        multiple of `num_nodes`.
       num_nodes: of the devices.
       num_devices: over which the slots are spread evenly.
       names: how to call the last four in a message.
@@ -76,7 +77,7 @@ def check_sizes(
         rule="every device has the same number of slots",
         low=num_experts,
     )
-    if num_experts % num_groups:
+    if num_experts % num_groups and num_groups % num_nodes == 0:
         fits = choice(closest(all_divisors(num_experts), num_groups))
         raise mistake(
             f"{groups}={num_groups} does not divide {num_experts} experts",

@@ -60,7 +60,7 @@ def slots_of(
     ]
     shape = num_devices, P // num_devices, L
     of_slots = [of_PL.reshape(shape) for of_PL in (expert_PL, *of_slots)]
-    return Slots(*of_slots, count_EL, load_EL)
+    return Slots(of_slots[0], of_slots[1], of_slots[2], count_EL, load_EL)
 
 
 def count(slots_LP: Int[Array, "L P"], num_experts: int) -> Int[Array, "L E"]:
@@ -229,7 +229,11 @@ def exchange(
         of_PL = put_slot(put_slot(of_PL, one_L, of_other_L), other_L, of_one_L)
         return of_PL.reshape(of_DkL.shape)
 
-    return Slots(*map(exchanged, slots[:3]), *slots[3:])
+    return slots._replace(
+        expert_DkL=exchanged(slots.expert_DkL),
+        share_DkL=exchanged(slots.share_DkL),
+        copies_DkL=exchanged(slots.copies_DkL),
+    )
 
 
 def take_slot(of_PL: jax.Array, slot_L: jax.Array) -> jax.Array:
