@@ -11,6 +11,8 @@ k slots of a device, a slots of the device that gives.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -35,6 +37,7 @@ from jaxmoe.eplb.slots import (
 )
 
 _ROUNDING = 1e-6  # loads are added in float32
+_FEW = 4  # of so many layers one may be late
 _URGES, _URGE = 4, 100.0  # how often to urge; more than anything gains, in mean loads
 
 
@@ -90,40 +93,78 @@ def settle(slots: Slots, num_nodes: int, limit_L: Float[Array, " L"]) -> Slots:
     heaviest device gives a copy of its heaviest expert all the same, a few times at
     most, and the newest of these copies stay.
     """
-    D, k, L = slots.expert_DkL.shape
-    mean_L = slots.load_EL.sum(0) / D
-    goal = Goal(limit_L, mean_L)
+    D, _, L = slots.expert_DkL.shape
+    if num_nodes == D:
+        return slots  # a node is one device: nothing can go elsewhere
+    goal = Goal(limit_L, slots.load_EL.sum(0) / D)
+    none_L = jnp.zeros(L, jnp.int32)
+    state = _State(slots, goal, jnp.ones(L, bool), none_L, none_L - 1, none_L)
+    # Some layers take twice as long as most; at the end only they are gone on with.
+    few = -(-L // _FEW)
+    state = _run(state, num_nodes, few if few < L else 0)
+    if few < L:
+        late_L = lax.top_k(state.going_L.astype(jnp.int32), few)[1]
+        late = jax.tree.map(lambda of: jnp.take(of, late_L, axis=-1), state)
+        late = _run(late, num_nodes, 0)
+        state = jax.tree.map(
+            lambda of, late: of.at[..., late_L].set(late, unique_indices=True),
+            state,
+            late,
+        )
+    return state.slots
 
-    def todo(state):
-        _, going_L, _, _, steps = state
-        return jnp.any(going_L) & (steps < D * k)
 
-    def step(state):
-        slots, going_L, stuck_L, keep_L, steps = state
-        heavy_L, giver_L = heaviest_device(slots)
-        node = node_of(slots, giver_L, num_nodes)
-        gain_L, own_L, other_L = _best_exchange(node, goal)
-        urged_L = stuck_L % 2 == 1
-        hot_L = take_slot(node.expert_aL, first_least(-node.share_aL)[1])
-        hot_EL = index_of(slots.load_EL.shape) == hot_L[None]
-        wish_EL = jnp.where(hot_EL & urged_L[None], _URGE, 0.0)
-        keep_L = jnp.where(urged_L, hot_L, keep_L)
-        change = best_recount(slots, node, goal, wish_EL=wish_EL, keep_L=keep_L)
-        exchange_L = gain_L / 2 >= change.gain_L
-        most_L = jnp.maximum(gain_L / 2, change.gain_L)
-        helps_L = most_L > _ROUNDING * mean_L
-        going_L &= (heavy_L > limit_L) & (helps_L | (stuck_L < 2 * _URGES))
-        going_L &= helps_L | ~urged_L
-        # Each leaves the layers of the other alone.
-        slots = exchange(slots, own_L, other_L, going_L & helps_L & exchange_L)
-        slots = carry_out(slots, change, going_L & helps_L & ~exchange_L)
-        # Odd: the next change is urged. Even: half the number of those there were.
-        stuck_L += (going_L & ~helps_L) | urged_L
-        return slots, going_L, stuck_L, keep_L, steps + 1
+class _State(NamedTuple):
+    """Where the layers are.
 
-    none_L = jnp.full(L, -1)
-    state = slots, jnp.ones(L, bool), jnp.zeros(L, jnp.int32), none_L, jnp.int32(0)
-    return lax.while_loop(todo, step, state)[0]
+    Attributes:
+      slots, goal: the plan, and what is wanted.
+      going_L: whether a layer is not done.
+      stuck_L: counts up where nothing helps, and again when the next step, which is
+        urged, is made: odd in between.
+      keep_L: the expert that was urged last.
+      steps_L: taken; a layer takes no more than it has slots.
+    """
+
+    slots: Slots
+    goal: Goal
+    going_L: jax.Array
+    stuck_L: jax.Array
+    keep_L: jax.Array
+    steps_L: jax.Array
+
+
+def _run(state: _State, num_nodes: int, few: int) -> _State:
+    """Goes on until no more than a few layers are going."""
+    return lax.while_loop(
+        lambda state: jnp.sum(state.going_L) > few,
+        lambda state: _step(state, num_nodes),
+        state,
+    )
+
+
+def _step(state: _State, num_nodes: int) -> _State:
+    """One change of each layer that is going."""
+    slots, goal, going_L, stuck_L, keep_L, steps_L = state
+    heavy_L, giver_L = heaviest_device(slots)
+    node = node_of(slots, giver_L, num_nodes)
+    gain_L, own_L, other_L = _best_exchange(node, goal)
+    urged_L = stuck_L % 2 == 1
+    hot_L = take_slot(node.expert_aL, first_least(-node.share_aL)[1])
+    hot_EL = index_of(slots.load_EL.shape) == hot_L[None]
+    wish_EL = jnp.where(hot_EL & urged_L[None], _URGE, 0.0)
+    keep_L = jnp.where(urged_L, hot_L, keep_L)
+    change = best_recount(slots, node, goal, wish_EL=wish_EL, keep_L=keep_L)
+    exchange_L = gain_L / 2 >= change.gain_L
+    most_L = jnp.maximum(gain_L / 2, change.gain_L)
+    helps_L = most_L > _ROUNDING * goal.mean_L
+    going_L &= (heavy_L > goal.limit_L) & (helps_L | (stuck_L < 2 * _URGES))
+    going_L &= (helps_L | ~urged_L) & (steps_L < slots.expert_DkL[..., 0].size)
+    # Each leaves the layers of the other alone.
+    slots = exchange(slots, own_L, other_L, going_L & helps_L & exchange_L)
+    slots = carry_out(slots, change, going_L & helps_L & ~exchange_L)
+    stuck_L += (going_L & ~helps_L) | urged_L
+    return _State(slots, goal, going_L, stuck_L, keep_L, steps_L + 1)
 
 
 def _best_exchange(node: Node, goal: Goal) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -162,8 +162,17 @@ loads = st.lists(
 )
 
 
-@pytest.mark.parametrize("sizes", [HIERARCHICAL, GLOBAL])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "sizes"),
+    [
+        ("reference", HIERARCHICAL),
+        ("reference", GLOBAL),
+        ("swap", HIERARCHICAL),
+        pytest.param("swap", GLOBAL, marks=pytest.mark.slow),
+        pytest.param("incremental", HIERARCHICAL, marks=pytest.mark.slow),
+        ("incremental", GLOBAL),
+    ],
+)
 @hypothesis.given(load=loads)
 def test_properties(policy, sizes, load):
     """Every expert has a slot, experts of a group share a node, twice as much load
@@ -192,7 +201,14 @@ def test_properties(policy, sizes, load):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("sizes", [(8, 1, 1, 4), (12, 1, 1, 1), (8, 1, 1, 1)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param((8, 1, 1, 4), marks=pytest.mark.slow),
+        (12, 1, 1, 1),
+        (8, 1, 1, 1),
+    ],
+)
 def test_sizes_at_the_edge(policy, sizes):
     """Without spare slots a plan is a permutation; on one device all is even."""
     load_LE = np.asarray([[9, 8, 7, 6, 5, 4, 3, 2]])
@@ -234,7 +250,10 @@ def test_swap_is_no_heavier_than_the_public_plan(name):
         assert (worst_L <= best_L * (1 + 1e-5))[proved_L].all()
 
 
-@pytest.mark.parametrize(("name", "most"), [(FULL[0], 1.0690), (FULL[1], 1.0025)])
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [(FULL[0], 1.0690), pytest.param(FULL[1], 1.0025, marks=pytest.mark.slow)],
+)
 def test_swap_at_full_size(name, most):
     """The mean of max/mean over 58 layers; no layer is heavier than the public plan,
     and no expert is twice on a device."""
@@ -255,10 +274,9 @@ def test_incremental_moves_few_copies():
     """Of 288 slots at most 12 % move per rebalance, and every layer comes within the
     tolerance; what stays on its device keeps its slot."""
     sizes, tolerance = (288, 1, 1, 32), 1.02
-    first, *rest = drift(0, 9, 6, 256)
-    before_LP = slots(rebalance_experts(first, *sizes, policy="incremental"))
+    before_LP = slots(plan.initial_plan(6, 256, 288, 32))
     shares = []
-    for load_LE in rest:
+    for load_LE in drift(0, 9, 6, 256):
         found = rebalance_experts(
             load_LE, *sizes, policy="incremental", previous=before_LP
         )
@@ -273,7 +291,7 @@ def test_incremental_moves_few_copies():
         assert twice(after_LP, 32) == 0
         shares.append(changed_LP.mean())
         before_LP = after_LP
-    assert np.mean(shares) <= 0.12
+    assert np.mean(shares[1:]) <= 0.12  # the first gives up the initial plan
 
 
 # No change ---------------------------------------------------------------------------
@@ -303,27 +321,22 @@ def test_loads_that_change_nothing(policy):
     assert moved_L[0] == moves(after_LP[0], before_LP[0], 4) > 0
 
 
-def test_one_very_hot_expert():
-    """It gets as many copies as there are devices, and no two on one."""
-    load_LE = np.asarray([[100, 1, 1, 1, 1, 1, 1, 1]])
+def test_degenerate_loads_without_a_plan():
+    """One very hot expert gets as many copies as there are devices, no two on one. No
+    load, or none that can be counted: the initial plan."""
+    load_LE = np.asarray([[100] + [1] * 7, [np.nan] * 8, [0] * 8])
     found = rebalance_experts(load_LE, 12, 1, 1, 4, policy="swap")
-    assert heaviest(load_LE, slots(found), 4) == pytest.approx(27.0)
-    assert twice(slots(found), 4) == 0
+    found_LP = slots(found)
+    assert heaviest(load_LE[:1], found_LP[:1], 4) == pytest.approx(27.0)
+    assert twice(found_LP, 4) == 0
     assert found.num_copies[0, 0] == 4
-    public = slots(rebalance_experts(load_LE, 12, 1, 1, 4))
-    assert heaviest(load_LE, public, 4) == pytest.approx(41.0)
-
-
-def test_bad_load_without_a_plan():
-    """The initial plan; the public one only for loads that can be counted."""
-    load_LE = np.asarray([[np.nan] * 8, [0] * 8])
-    first = plan.initial_plan(2, 8, 12, 4)
-    for policy in ("swap", "incremental"):
-        found = rebalance_experts(load_LE, 12, 1, 1, 4, policy=policy)
-        assert_same(found, first)
-    found = rebalance_experts(load_LE, 12, 1, 1, 4)
-    np.testing.assert_array_equal(slots(found)[0], slots(first)[0])
-    assert found.num_copies[1].tolist() == [5, 1, 1, 1, 1, 1, 1, 1]
+    first_LP = slots(plan.initial_plan(3, 8, 12, 4))
+    np.testing.assert_array_equal(found_LP[1:], first_LP[1:])
+    public = rebalance_experts(load_LE, 12, 1, 1, 4)
+    public_LP = slots(public)
+    assert heaviest(load_LE[:1], public_LP[:1], 4) == pytest.approx(41.0)
+    np.testing.assert_array_equal(public_LP[1], first_LP[1])
+    assert public.num_copies[2].tolist() == [5, 1, 1, 1, 1, 1, 1, 1]
 
 
 def test_threshold():
