@@ -207,6 +207,38 @@ class Pipeline:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Balancer:
+    """Moving and copying experts so that devices carry equal load (EPLB)."""
+
+    interval: int = option(0, "steps between two looks at the load; 0: off", low=0)
+    num_replicas: int | Auto = option(
+        "auto",
+        "slots for experts per layer, over all devices; 'auto': one per expert, so that"
+        " experts are moved but not copied",
+        low=1,
+    )
+    policy: Literal["reference", "swap", "incremental"] = option(
+        "incremental",
+        "how a plan is made: DeepSeek's way; that and then exchanges; or as few changes"
+        " of the plan in force as lead to Balancer.tolerance",
+    )
+    threshold: float = option(
+        1.05, "a layer up to this max/mean device load is left as it is", low=1.0
+    )
+    tolerance: float = option(
+        1.02, "max/mean device load that 'incremental' goes for", low=1.0
+    )
+    nodes: int = option(
+        1,
+        "nodes along `expert`; with more than 1, groups of experts stay on a node",
+        low=1,
+    )
+    window: int = option(
+        100, "steps over which the load is averaged, exponentially", low=1
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """The optimizer and its schedule."""
 
@@ -301,7 +333,7 @@ class Train:
     )
 
 
-SECTIONS = (Mesh, Model, MoE, Pipeline, Optimizer, Data, Checkpoint, Train)
+SECTIONS = (Mesh, Model, MoE, Pipeline, Balancer, Optimizer, Data, Checkpoint, Train)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -312,6 +344,7 @@ class Config:
     model: Model = Model()
     moe: MoE = MoE()
     pipeline: Pipeline = Pipeline()
+    balancer: Balancer = Balancer()
     optimizer: Optimizer = Optimizer()
     data: Data = Data()
     checkpoint: Checkpoint = Checkpoint()
@@ -334,6 +367,13 @@ def microbatches(config: Config, ranks: int) -> int:
 def expert_width(model: Model, moe: MoE) -> int:
     """Hidden width of an expert, 'auto' resolved."""
     return model.ffn_width if moe.expert_width == "auto" else moe.expert_width
+
+
+def num_replicas(balancer: Balancer, moe: MoE) -> int:
+    """Slots of a layer, 'auto' resolved."""
+    if balancer.num_replicas == "auto":
+        return moe.num_experts
+    return balancer.num_replicas
 
 
 def group_tokens(model: Model, moe: MoE) -> int:

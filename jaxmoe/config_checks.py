@@ -22,9 +22,11 @@ from jaxmoe.config import (
     group_tokens,
     layer_kinds,
     microbatches,
+    num_replicas,
     pipeline_microbatches,
 )
 from jaxmoe.config_base import ConfigError, check_multiple, mistake, near
+from jaxmoe.eplb.sizes import check_sizes
 from jaxmoe.pipeline.schedule import check_numbers
 from jaxmoe.pipeline.simulate import parse_costs
 
@@ -46,6 +48,13 @@ def check(config: Config) -> None:
     _check_data(config)
     base.check_tokenizer_spec(config.data.tokenizer)
     base.check_run_folder(config.train.init_from)
+    if config.balancer.interval and "moe" not in layer_kinds(config.model):
+        raise mistake(
+            f"Balancer.interval={config.balancer.interval} with"
+            f" Model.layer_pattern={config.model.layer_pattern!r}",
+            "the balancer places experts, and there are no layers with experts",
+            "Set Balancer.interval=0, or Model.layer_pattern='dense,moe'",
+        )
     parse_costs(config.pipeline.costs, name="Pipeline.costs")
     mesh, pipe = config.mesh, config.mesh.pipe
     # An 'auto' size may still become anything: only what is given is checked.
@@ -72,6 +81,8 @@ def check_mesh(config: Config, data: int, expert: int, pipe: int) -> None:
         step, low = _experts_step(moe)
         experts = ("MoE.num_experts", moe.num_experts, "Mesh.expert", expert)
         check_multiple(*experts, step=step, low=low)
+        if config.balancer.interval:
+            _check_balancer(config, expert)
         if expert % config.mesh.expert_nodes:
             raise mistake(
                 f"Mesh.expert_nodes={config.mesh.expert_nodes} does not divide"
@@ -171,6 +182,24 @@ def _schedulable(pipeline: Pipeline, ranks: int) -> bool:
         check_numbers(pipeline.schedule, ranks, count)
         return True
     return False
+
+
+def _check_balancer(config: Config, expert: int) -> None:
+    """Slots that hold every expert and are as many on every device."""
+    balancer, moe = config.balancer, config.moe
+    check_sizes(
+        moe.num_experts,
+        num_replicas(balancer, moe),
+        moe.num_groups,
+        balancer.nodes,
+        expert,
+        names=(
+            "Balancer.num_replicas",
+            "MoE.num_groups",
+            "Balancer.nodes",
+            "Mesh.expert",
+        ),
+    )
 
 
 def _fitting_microbatches(config: Config, pipe: int, rows: int) -> list[int]:

@@ -140,7 +140,7 @@ class Evaluator:
 
         def losses(params: Any, buffers: Any, batch: Batch) -> LossSums:
             one = jax.tree.map(lambda x: x[0], batch)
-            sums, _ = setup.forward(setup.weights(params), buffers, one)
+            sums, _ = setup.forward(setup.weights(params, buffers), buffers, one)
             return jax.lax.psum(sums, BATCH_AXES)
 
         return jax.jit(setup.per_device(losses, BATCH_SPEC, P()))

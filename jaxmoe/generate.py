@@ -38,7 +38,7 @@ def make_generator(
     """
 
     def generate(params: Any, buffers: Any, prompts: Batch) -> jax.Array:
-        weights = setup.weights(params)
+        weights = setup.weights(params, buffers)
 
         def body(i, carry):
             batch, place_b, ended_b, out_bN = carry

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe import config as config_lib
 from jaxmoe.config import Model, MoE
@@ -37,6 +37,8 @@ from jaxmoe.moe.router import MoEStats, Sequences
 Batch = dict[str, jax.Array]
 
 STACKS = ("dense", "moe")  # names of the stacks of blocks, which are the kinds
+# In the buffers of the MoE layers: which expert is where (jaxmoe.eplb.placement).
+PLACEMENT = "placement"
 FLOAT32_PARAMETERS = ("router_kernel",)  # never cast to the compute type
 
 _ONE_DEVICE = ExpertAxis()
@@ -60,6 +62,7 @@ class Block(nnx.Module):
         mask: Bool[Array, "B 1 S S"],
         sequences: Sequences,
         axis: ExpertAxis,
+        expert_P: Int[Array, " P"] | None = None,
     ) -> tuple[Float[Array, "B S D"], MoEStats | None]:
         """Applies the block to the sequences of this device."""
         attend = partial(self.attention, mask=mask)
@@ -70,7 +73,7 @@ class Block(nnx.Module):
             assert self.mlp is not None
             mlp = self.mlp
             return self._residual(self.ffn_norm, lambda h: (mlp(h), None), x_BSD)
-        moe = partial(self.moe, sequences=sequences, axis=axis)
+        moe = partial(self.moe, sequences=sequences, axis=axis, expert_P=expert_P)
         return self._residual(self.ffn_norm, moe, x_BSD)
 
     def _residual(self, norm: Callable, layer: Callable, x: jax.Array):
@@ -185,7 +188,7 @@ class Network:
                 found.append(stats)
         if not found:
             return x_BSD, None
-        return x_BSD, jax.tree.map(lambda *rows: jnp.stack(rows), *found)
+        return x_BSD, stack(found)
 
     def __call__(
         self, weights: Any, buffers: Any, batch: Batch, axis: ExpertAxis
@@ -244,7 +247,11 @@ def _block_function(model: Model, graph: nnx.GraphDef, axis: ExpertAxis) -> Call
     """
 
     def apply(states, x_BSD, mask, sequences):
-        return nnx.merge(graph, *states)(x_BSD, mask, sequences, axis)
+        weights, buffers = states
+        buffers = dict(buffers)
+        placement = buffers.pop(PLACEMENT, {})
+        block = nnx.merge(graph, weights, buffers)
+        return block(x_BSD, mask, sequences, axis, placement.get("slots"))
 
     if model.remat == "none":
         return apply
@@ -263,8 +270,12 @@ def take_apart(tree: Any) -> Any:
 
 def put_together(tree: Any) -> Any:
     """The reverse of `take_apart`."""
-    stack = partial(jax.tree.map, lambda *layers: jnp.stack(layers))
-    return {k: stack(*v) if k in STACKS else v for k, v in tree.items()}
+    return {k: stack(v) if k in STACKS else v for k, v in tree.items()}
+
+
+def stack(layers: Sequence[Any]) -> Any:
+    """Layers, each a tree of arrays, as one tree of arrays [layers, ...]."""
+    return jax.tree.map(lambda *rows: jnp.stack(rows), *layers)
 
 
 def unstack(stack: Any, count: int | None = None) -> list[Any]:
@@ -283,6 +294,26 @@ def unstack(stack: Any, count: int | None = None) -> list[Any]:
         jax.tree.unflatten(tree, [jnp.squeeze(part[i], 0) for part in apart])
         for i in range(count)
     ]
+
+
+def map_experts(block: Any, function: Callable[[Any], Any]) -> Any:
+    """A block's parameters, or a stack of them, with those of the experts changed."""
+    moe = {**block["moe"], "experts": function(block["moe"]["experts"])}
+    return {**block, "moe": moe}
+
+
+def placement_of(buffers: Any) -> Any:
+    """Where the experts are, [L, ...]; None where expert e is in slot e."""
+    return buffers.get("moe", {}).get(PLACEMENT)
+
+
+def with_placement(buffers: Any, placement: Any) -> Any:
+    """The buffers with the experts elsewhere; None: where expert e is in slot e."""
+    rest = {k: v for k, v in buffers.items() if k != "moe"}
+    moe = {k: v for k, v in buffers.get("moe", {}).items() if k != PLACEMENT}
+    if placement is not None:
+        moe[PLACEMENT] = placement
+    return {**rest, "moe": moe} if moe else rest
 
 
 def compute_weights(params: Any, model: Model) -> Any:

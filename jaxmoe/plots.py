@@ -4,6 +4,7 @@
     plots/loss.png            loss in all and per task
     plots/learning_rate.png   the schedule as it was applied
     plots/expert_load.png     per MoE layer: experts x steps, colour = load / mean load
+    plots/device_load.png     the same of devices, where a balancer places experts
     plots/balance.png         load_max_over_mean and load_cv
 
 A figure whose metrics were not logged is left out. Figures are objects of their own:
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +57,8 @@ def write_plots(workdir: str | os.PathLike[str]) -> list[Path]:
     drawings: tuple[tuple[str, Callable[[Rows], Figure | None]], ...] = (
         ("loss", _loss),
         ("learning_rate", _learning_rate),
-        ("expert_load", _expert_load),
+        ("expert_load", partial(_load_map, key="expert_load", what="expert")),
+        ("device_load", partial(_load_map, key="device_load", what="device")),
         ("balance", _balance),
     )
     written = []
@@ -217,12 +220,10 @@ def _balance(rows: Rows) -> Figure | None:
     return figure
 
 
-def _loads(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+def _loads(rows: Rows, key: str) -> tuple[np.ndarray, np.ndarray]:
     """Logged steps [T] and loads [T, L, E]; lines of another shape than the last go."""
     found = [
-        (row["step"], np.asarray(row["expert_load"], np.float64))
-        for row in rows
-        if row.get("expert_load")
+        (row["step"], np.asarray(row[key], np.float64)) for row in rows if row.get(key)
     ]
     found = [(step, load) for step, load in found if load.ndim == 2 and load.size]
     found = [(step, load) for step, load in found if load.shape == found[-1][1].shape]
@@ -248,8 +249,8 @@ def _edges(steps_T: np.ndarray) -> np.ndarray:
     return np.concatenate([[first], middle, [last]])
 
 
-def _expert_load(rows: Rows) -> Figure | None:
-    steps_T, load_TLE = _loads(rows)
+def _load_map(rows: Rows, *, key: str, what: str) -> Figure | None:
+    steps_T, load_TLE = _loads(rows, key)
     if not len(steps_T):
         return None
     from matplotlib.cm import ScalarMappable
@@ -284,13 +285,14 @@ def _expert_load(rows: Rows) -> Figure | None:
     for axes in panels.flat[len(layers) :]:
         axes.set_visible(False)
     chosen = "" if len(layers) == L else f" ({len(layers)} of {L} layers)"
-    figure.suptitle(f"Expert load{chosen}", x=0.01, ha="left", fontsize=11, color=_INK)
+    title = f"{what.capitalize()} load{chosen}"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=_INK)
     figure.supxlabel("step (updates)", fontsize=10, color=_INK)
-    figure.supylabel("expert", fontsize=10, color=_INK)
+    figure.supylabel(what, fontsize=10, color=_INK)
     scale = ScalarMappable(norm, "RdBu_r")
     bar = figure.colorbar(
         scale, ax=panels, extend="max", aspect=15 + 8 * lines, pad=0.02
     )
-    bar.set_label("tokens / mean over experts", color=_INK)
+    bar.set_label(f"tokens / mean over {what}s", color=_INK)
     bar.ax.tick_params(colors=_INK, labelsize=8)
     return figure

@@ -22,6 +22,7 @@ from jaxmoe.metrics import (
     load_statistics_by_layer,
 )
 from jaxmoe.optim import learning_rate
+from jaxmoe.rebalance import Report
 from jaxmoe.train_step import StepMetrics
 
 
@@ -90,6 +91,7 @@ class StepLog:
         self._config, self._writer, self._progress = config, writer, progress
         self._clock = clock
         self.last: dict[str, float] = {}
+        self._notes: dict[str, Any] = {}
         self._rate = learning_rate(config.optimizer, config.train.steps)
 
     def record(
@@ -123,7 +125,8 @@ class StepLog:
             due = step == 1 or is_due(step, train.steps, train.log_every)
             if not due and evaluate is None:
                 return
-            values = self._values(step, loss, metrics)
+            values = self._values(step, loss, metrics) | self._notes
+            self._notes = {}
         if evaluate:
             values |= evaluate()
             self._clock.restart()
@@ -131,6 +134,23 @@ class StepLog:
         with self._clock.host():
             self._writer.write(step, values)
             self._progress.log(step, values)
+
+    def rebalanced(self, step: int, report: Report) -> None:
+        """Notes what a rebalance did, for the next line that is written; waits for it.
+
+        On simulated devices too much in flight would make collectives time out.
+        """
+        report = jax.device_get(report)
+        self._notes = {
+            "rebalance_step": step,
+            "rebalance_before": float(report.before_L.max()),
+            "rebalance_after": float(report.after_L.max()),
+            "rebalance_copies": int(report.copies),
+            "rebalance_owners": int(report.owners),
+            "rebalance_rounds": int(report.rounds),
+            "rebalance_bytes": float(report.moved_bytes),
+            "rebalance_refused": int(report.refused),
+        }
 
     def _values(self, step: int, loss: float, metrics: StepMetrics) -> dict[str, Any]:
         """One line of metrics.jsonl."""
@@ -166,6 +186,11 @@ class StepLog:
             values["router_entropy"] = float(entropy_L.mean())
             values["router_entropy_by_layer"] = entropy_L.tolist()
             values["expert_load"] = load_LE.tolist()
+        if metrics.device_load_LX is not None:
+            load_LX = np.asarray(metrics.device_load_LX)
+            balance_L = load_LX.max(axis=1) / np.maximum(load_LX.mean(axis=1), 1e-9)
+            values["device_load_max_over_mean"] = float(balance_L.max())
+            values["device_load"] = load_LX.tolist()
         return values
 
 

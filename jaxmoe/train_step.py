@@ -32,6 +32,8 @@ from jaxmoe import model as model_lib
 from jaxmoe import optim, sharding
 from jaxmoe.config import Config
 from jaxmoe.data.tasks import TASKS
+from jaxmoe.eplb.placement import carry, carry_back, initial_placement, plan_move
+from jaxmoe.eplb.plan import device_load
 from jaxmoe.loss import LossSums, count_targets, loss_sums, total_loss
 from jaxmoe.mesh import BATCH_AXES
 from jaxmoe.model import Batch
@@ -55,7 +57,8 @@ class TrainState:
     Attributes:
       step: int32, updates done.
       params: float32 masters, nested dict.
-      buffers: state without gradient (router bias), nested dict.
+      buffers: state without gradient (router bias, placement of the experts), nested
+        dict.
       optimizer: optax state.
     """
 
@@ -73,11 +76,14 @@ class StepMetrics:
       sums: losses by task.
       stats: of the MoE layers, stacked [L, ...]; None without such layers.
       grad_norm: global norm before clipping, each parameter counted once.
+      device_load_LX: tokens of each device along `expert` by the placement in force,
+        when copies share theirs evenly; None without a placement.
     """
 
     sums: LossSums
     stats: MoEStats | None
     grad_norm: jax.Array
+    device_load_LX: jax.Array | None = None
 
 
 class Setup:
@@ -105,7 +111,10 @@ class Setup:
         self.graph, params, buffers = nnx.split(module, nnx.Param, ...)
         self.abstract_params = nnx.to_pure_dict(params)
         self.compute_specs = nnx.to_pure_dict(_compute_specs(params))
-        self.buffer_specs = nnx.to_pure_dict(_compute_specs(buffers))
+        self.buffer_specs = model_lib.with_placement(
+            nnx.to_pure_dict(_compute_specs(buffers)),
+            jax.tree.map(lambda _: P(), jax.eval_shape(self.first_placement)),
+        )
         self.master_specs = {
             name: jax.tree.map(
                 # Each layer of a stack is split by itself.
@@ -219,6 +228,11 @@ class Setup:
             buffers=self._update_buffers(state.buffers, metrics.stats),
             optimizer=optimizer,
         )
+        placement = model_lib.placement_of(state.buffers)
+        if placement is not None and metrics.stats is not None:
+            load_LE = self._load(metrics.stats)
+            load_LX = device_load(load_LE, placement["slots"], self.axis.size)
+            metrics = dataclasses.replace(metrics, device_load_LX=load_LX)
         return new_state, metrics
 
     def _numbered(self, batch: Batch, step: jax.Array) -> Batch:
@@ -259,11 +273,26 @@ class Setup:
             check_vma=False,
         )
 
-    def weights(self, params: Any) -> Any:
+    def weights(self, params: Any, buffers: Any) -> Any:
         """Master parts of this device -> weights in the compute layout and type."""
-
         params = model_lib.compute_weights(params, self.config.model)
-        return sharding.gather(model_lib.take_apart(params), *self._layer_specs())
+        weights = sharding.gather(model_lib.take_apart(params), *self._layer_specs())
+        return self._move_experts(carry, weights, buffers)
+
+    def _move_experts(self, way: Callable, weights: Any, buffers: Any) -> Any:
+        """Weights (`carry`) into the slots, or gradients (`carry_back`) out of them."""
+        placement = model_lib.placement_of(buffers)
+        if placement is None:
+            return weights
+        move = plan_move(placement["rows"], placement["slots"], self.axis.size)
+        layers = weights["moe"]
+        experts = model_lib.stack([layer["moe"]["experts"] for layer in layers])
+        moved = model_lib.unstack(way(move, experts))
+        pairs = zip(layers, moved, strict=True)
+        layers = [
+            model_lib.map_experts(old, lambda _, new=new: new) for old, new in pairs
+        ]
+        return {**weights, "moe": layers}
 
     def _layer_specs(self) -> tuple[Any, Any]:
         """Compute and master layouts of parameters that are taken apart."""
@@ -309,7 +338,7 @@ class Setup:
         self, params: Any, buffers: Any, batch: Batch, target_tokens: jax.Array
     ) -> tuple[Any, LossSums, MoEStats | None]:
         """(gradients in the master layout, losses, statistics) without a pipeline."""
-        weights, config = self.weights(params), self.config
+        weights, config = self.weights(params, buffers), self.config
         sequences = config.data.batch_size
         tokens = sequences * config.model.sequence_length
         groups = tokens // config_lib.group_tokens(config.model, config.moe)
@@ -330,6 +359,7 @@ class Setup:
             return jax.grad(loss, has_aux=True)(weights, microbatch)
 
         gradients, (sums, stats) = _sum_over_microbatches(microbatch_gradients, batch)
+        gradients = self._move_experts(carry_back, gradients, buffers)
         gradients = sharding.scatter_sum(gradients, *self._layer_specs(), self.mesh)
         return model_lib.put_together(gradients), sums, stats
 
@@ -338,7 +368,7 @@ class Setup:
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            buffers=buffers,
+            buffers=model_lib.with_placement(buffers, self.first_placement()),
             optimizer=self.optimizer.init(params),
         )
 
@@ -360,16 +390,40 @@ class Setup:
         )
         return TrainState(P(), self.master_specs, self.buffer_specs, specs)
 
-    def _update_buffers(self, buffers: Any, stats: MoEStats | None) -> Any:
-        rate = self.config.moe.bias_update_rate
-        if stats is None or not buffers or not rate:
-            return buffers
-        load_LE = stats.load_E
-        if self.config.model.share_layers:  # one router, with the tokens of all layers
-            load_LE = jnp.sum(load_LE, axis=0, keepdims=True)
-        return jax.tree.map(
-            lambda bias: balance.update_bias(bias, load_LE, rate), buffers
+    def first_placement(self) -> Any:
+        """Where the experts are at the start; None without a balancer."""
+        balancer, model = self.config.balancer, self.config.model
+        layers = config_lib.layer_kinds(model).count("moe")
+        if not balancer.interval or not layers:
+            return None
+        return initial_placement(
+            1 if model.share_layers else layers,
+            self.config.moe.num_experts,
+            config_lib.num_replicas(balancer, self.config.moe),
+            nodes=balancer.nodes,
+            devices=self.axis.size,
         )
+
+    def _load(self, stats: MoEStats) -> jax.Array:
+        """Tokens per stored MoE layer and expert, over all devices."""
+        if self.config.model.share_layers:  # one router, with the tokens of all layers
+            return jnp.sum(stats.load_E, axis=0, keepdims=True)
+        return stats.load_E
+
+    def _update_buffers(self, buffers: Any, stats: MoEStats | None) -> Any:
+        if stats is None or not buffers:
+            return buffers
+        load_LE, rate = self._load(stats), self.config.moe.bias_update_rate
+        placement = model_lib.placement_of(buffers)
+        buffers = model_lib.with_placement(buffers, None)
+        if rate:
+            update = partial(balance.update_bias, load_LE=load_LE, rate=rate)
+            buffers = jax.tree.map(update, buffers)
+        if placement is not None:
+            part = 1 / self.config.balancer.window
+            load_LE = placement["load"] + part * (load_LE - placement["load"])
+            placement = {**placement, "load": load_LE}
+        return model_lib.with_placement(buffers, placement)
 
 
 def _compute_specs(state: nnx.State) -> nnx.State:

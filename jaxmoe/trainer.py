@@ -21,9 +21,9 @@ from typing import Any
 import jax
 
 from jaxmoe import mesh as mesh_lib
-from jaxmoe import plots, tree_names, warm_start
+from jaxmoe import plots, rebalance, tree_names, warm_start
 from jaxmoe.checkpoint import Checkpointer
-from jaxmoe.config import Config
+from jaxmoe.config import Balancer, Config
 from jaxmoe.data.loader import Loader
 from jaxmoe.data.records import vocab_size
 from jaxmoe.evaluate import Evaluator
@@ -92,6 +92,8 @@ class Trainer:
             rows=self.setup.local_rows(),
         )
         self.evaluator = Evaluator(self.setup)
+        placed = self.setup.first_placement() is not None
+        self.rebalancer = rebalance.Rebalancer(self.setup) if placed else None
         self.clock = Clock()
         self.compile_s = 0.0
 
@@ -147,14 +149,19 @@ class Trainer:
         if newest is None:
             run = self.config.train.init_from
             weights = warm_start.load_weights(run, abstract) if run else {}
-            return lambda: dataclasses.replace(self.setup.initial_state(), **weights)
+            return lambda: warm_start.with_weights(self.setup.initial_state(), weights)
         for change in _changes(checkpoints.config_text(newest), self.config_text):
             print(f"since step {newest}: {change}", flush=True)
         self.loader.restore(checkpoints.extra(newest)["data"])
-        restore = partial(checkpoints.restore, newest, abstract)
-        if tree_names.differences(checkpoints.leaves(newest), abstract):
-            restore()  # raises, with a line for each difference
+        abstract, leaves = rebalance.of_checkpoint(abstract, checkpoints.leaves(newest))
+        if tree_names.differences(leaves, abstract):
+            checkpoints.restore(newest, abstract)  # raises, a line for each difference
         print(f"going on from step {newest} of {self.workdir}", flush=True)
+
+        def restore() -> TrainState:
+            state = checkpoints.restore(newest, abstract, partial=True)
+            return self.rebalancer.restored(state) if self.rebalancer else state
+
         return restore
 
     def _steps(
@@ -175,6 +182,9 @@ class Trainer:
             if previous is not None:  # the figures of the step before, as this one runs
                 log.record(step - 1, previous)
             previous = metrics
+            if self.rebalancer and is_due(step, 0, self.config.balancer.interval):
+                state, report = self.rebalancer(state)
+                log.rebalanced(step, report)
             stopped_by = stop.signal  # once: it may come at any moment
             saves = is_due(step, train.steps, self.config.checkpoint.every_steps)
             evaluates = step < train.steps and is_due(step, 0, train.eval_every)
@@ -184,7 +194,8 @@ class Trainer:
                 previous = None
             if saves or stopped_by:
                 notes = {"data": self.loader.state()}
-                checkpoints.save(step, state, notes, self.config_text)
+                saved = self.rebalancer.to_logical(state) if self.rebalancer else state
+                checkpoints.save(step, saved, notes, self.config_text)
             if step == train.steps:
                 break
             if stopped_by:
@@ -269,6 +280,7 @@ def evaluate_run(config: Config, workdir: Path) -> dict[str, float]:
     Raises:
       ConfigError: if there is none, or it does not fit the configuration.
     """
-    _, _, setup = _start(config)
+    # Saved weights are in logical order: every expert in its own slot.
+    _, _, setup = _start(dataclasses.replace(config, balancer=Balancer()))
     weights = warm_start.load_weights(str(workdir), setup.abstract_state)
     return Evaluator(setup)(**weights).figures

@@ -7,6 +7,7 @@ copy: the "delink" of Pseudo-to-Real (M6-10T, arXiv 2110.03888, section 3).
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxmoe import model as model_lib
 from jaxmoe import tree_names
 from jaxmoe.checkpoint import Checkpointer
 from jaxmoe.config import ConfigError
+from jaxmoe.rebalance import of_placement
 from jaxmoe.train_step import TrainState
 
 
@@ -32,7 +35,8 @@ def load_weights(run: str, abstract_state: TrainState) -> dict[str, Any]:
       ConfigError: if `run` has no complete checkpoint, or its weights do not fit; each
         differing array is named.
     """
-    own = {"params": abstract_state.params, "buffers": abstract_state.buffers}
+    buffers = model_lib.with_placement(abstract_state.buffers, None)
+    own = {"params": abstract_state.params, "buffers": buffers}
     with Checkpointer(Path(run) / "checkpoints", read_only=True) as checkpoints:
         newest = checkpoints.latest()
         if newest is None:
@@ -41,7 +45,8 @@ def load_weights(run: str, abstract_state: TrainState) -> dict[str, Any]:
                 " run that saved at least once. Name such a folder, or leave"
                 " Train.init_from empty for random weights."
             )
-        saved = {leaf["name"]: leaf for leaf in checkpoints.leaves(newest)}
+        leaves = checkpoints.leaves(newest)
+        saved = {x["name"]: x for x in leaves if not of_placement(x["name"])}
         names = tree_names.named_leaves(own)
         if left := [n for n in saved if n.split("/")[0] in own and n not in names]:
             raise ConfigError(
@@ -54,6 +59,15 @@ def load_weights(run: str, abstract_state: TrainState) -> dict[str, Any]:
         loaded = checkpoints.restore(newest, wanted, partial=True)
     print(f"weights of {run}, step {newest}", flush=True)
     return jax.tree.map(_delink, loaded, own)
+
+
+def with_weights(state: TrainState, weights: dict[str, Any]) -> TrainState:
+    """A first state with other weights; its experts are in logical order."""
+    if not weights:
+        return state
+    placement = model_lib.placement_of(state.buffers)
+    buffers = model_lib.with_placement(weights["buffers"], placement)
+    return dataclasses.replace(state, params=weights["params"], buffers=buffers)
 
 
 def _shared_form(own: Any, saved: dict[str, Any] | None) -> jax.ShapeDtypeStruct:

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jaxmoe.eplb.plan import initial_plan
 from jaxmoe.moe.exchange import AXIS
 
 Tree = Any
@@ -51,6 +52,24 @@ class Move:
     wants: int = flax.struct.field(pytree_node=False)
 
 
+def initial_placement(
+    num_layers: int, num_experts: int, num_replicas: int, *, nodes: int, devices: int
+) -> dict[str, jax.Array]:
+    """The placement to start with: row e is that of expert e.
+
+    Returns:
+      `slots` [L, P], expert of each slot; `rows` [L, E], expert of each row of the
+      masters; `load` [L, E], float32, the average load per expert, 0 so far.
+    """
+    plan = initial_plan(num_layers, num_experts, num_replicas, devices, nodes)
+    rows = jnp.arange(num_experts, dtype=jnp.int32)
+    return {
+        "slots": plan.physical_to_logical,
+        "rows": jnp.tile(rows, (num_layers, 1)),
+        "load": jnp.zeros((num_layers, num_experts), jnp.float32),
+    }
+
+
 def plan_move(
     have_LA: Int[Array, "L A"], want_LB: Int[Array, "L B"], num_devices: int
 ) -> Move:
@@ -61,7 +80,7 @@ def plan_move(
     place_LE = jnp.zeros((L, A), jnp.int32).at[layer_L1, have_LA].set(place)
     from_LB = jnp.take_along_axis(place_LE, want_LB, axis=1)
     sender_LB, receiver_B = from_LB // (A // X), jnp.arange(B) // (B // X)
-    shift_LB = (receiver_B - sender_LB) % X
+    shift_LB = (receiver_B[None] - sender_LB) % X
     count_XX = jnp.zeros((X, X), jnp.int32).at[sender_LB, shift_LB].add(1)
     rounds_X = jnp.max(count_XX, axis=0).at[0].set(0)
     return Move(from_LB, shift_LB, rounds_X, A // X, B // X)
@@ -151,11 +170,13 @@ def own(
     (L, E), X = rows_LE.shape, num_devices
     layer_L1 = jnp.arange(L)[:, None]
     device_P = jnp.arange(slots_LP.shape[1]) // (slots_LP.shape[1] // X)
-    copy_LEX = jnp.zeros((L, E, X), bool).at[layer_L1, slots_LP, device_P].set(True)
+    copy_LEX = jnp.zeros((L, E, X), bool)
+    copy_LEX = copy_LEX.at[layer_L1, slots_LP, device_P[None]].set(True)
     device_of_row = jnp.arange(E) // (E // X)
-    stays_LE = copy_LEX[layer_L1, rows_LE, device_of_row]  # of each row
+    stays_LE = copy_LEX[layer_L1, rows_LE, device_of_row[None]]  # of each row
     free_LX = jnp.sum(~stays_LE.reshape(L, X, -1), axis=2)
-    row_of = jnp.zeros((L, E), jnp.int32).at[layer_L1, rows_LE].set(jnp.arange(E))
+    number_LE = jnp.broadcast_to(jnp.arange(E, dtype=jnp.int32), (L, E))
+    row_of = jnp.zeros((L, E), jnp.int32).at[layer_L1, rows_LE].set(number_LE)
     leaves_LE = ~jnp.take_along_axis(stays_LE, row_of, axis=1)  # of each expert
 
     # Those that have a copy where a row is free choose first, then all others.
@@ -178,7 +199,7 @@ def own(
     return jnp.where(stays_LE, rows_LE, newcomer_LE).astype(jnp.int32)
 
 
-# Lists of what a device sends and gets -------------------------------------------------
+# Lists of what a device sends and gets ------------------------------------------------
 
 
 @flax.struct.dataclass

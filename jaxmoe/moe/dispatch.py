@@ -218,7 +218,7 @@ def dispatch(
         places = {"row_of_receive": row_of, "receive_of_row": receive_of}
         return rows, layout, dataclasses.replace(route, **places)
 
-    flat, rank, sizes_P = _sort(slots_TK, num_slots)
+    flat, rank, sizes_P = sort_by_slot(slots_TK, num_slots)
     layout, starts = _layout(sizes_P, T * K, parts)
     first = jnp.cumsum(sizes_P) - sizes_P
     slot = jnp.minimum(flat, num_slots - 1)
@@ -357,7 +357,7 @@ def _send(
     """
     T, K = slots_TK.shape
     if route is None:
-        flat, rank, sizes_P = _sort(slots_TK, num_slots)
+        flat, rank, sizes_P = sort_by_slot(slots_TK, num_slots)
         sizes_Xp = sizes_P.reshape(axis.size, -1)
         way = meet(sizes_Xp, axis, most=T * K, buffer_rows=buffer_rows)
         total_X = jnp.sum(sizes_Xp, axis=1)
@@ -374,8 +374,11 @@ def _send(
     return cross(sent, route.way, axis, True), route.way.sizes_Xp, route
 
 
-def _sort(slots_TK: jax.Array, num_slots: int):
-    """(slot, place in the order of slots) of each assignment, and rows per slot."""
+def sort_by_slot(slots_TK: jax.Array, num_slots: int):
+    """Slot and place in the order of slots of each assignment, flat; rows per slot.
+
+    Void assignments, of slot `num_slots`, come last and count nowhere.
+    """
     flat = slots_TK.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     rank = jnp.zeros_like(flat).at[order].set(jnp.arange(flat.size, dtype=flat.dtype))

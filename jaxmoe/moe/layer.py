@@ -14,7 +14,7 @@ import math
 from functools import partial
 
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxmoe import config as config_lib
 from jaxmoe.config import Model, MoE
@@ -23,6 +23,7 @@ from jaxmoe.moe.dispatch import choose_block, visit, visit_by_node
 from jaxmoe.moe.exchange import ExpertAxis
 from jaxmoe.moe.experts import Experts
 from jaxmoe.moe.router import MoEStats, Router, Sequences, capacity
+from jaxmoe.moe.share import choose_slots
 
 
 class MoELayer(nnx.Module):
@@ -38,24 +39,40 @@ class MoELayer(nnx.Module):
         self.shared = Mlp(model, shared, rngs=rngs) if shared else None
 
     def __call__(
-        self, x_BSD: Float[Array, "B S D"], sequences: Sequences, axis: ExpertAxis
+        self,
+        x_BSD: Float[Array, "B S D"],
+        sequences: Sequences,
+        axis: ExpertAxis,
+        expert_P: Int[Array, " P"] | None = None,
     ) -> tuple[Float[Array, "B S D"], MoEStats]:
-        """Applies the layer to the tokens of this device, after the norm."""
+        """Applies the layer to the tokens of this device, after the norm.
+
+        Args:
+          x_BSD, sequences: the tokens, and what else is known of them.
+          axis: devices along `expert`.
+          expert_P: expert of each slot, where the weights are those of slots; None:
+            slot e holds expert e.
+        """
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
         routing = self.router(x_TD, sequences)
-        num_slots = self.moe.num_experts
+        num_slots, slots_TK = self.moe.num_experts, routing.expert_ids_TK
+        if expert_P is not None:
+            num_experts, num_slots = num_slots, expert_P.shape[0]
+            slots_TK = choose_slots(
+                slots_TK, expert_P, num_experts=num_experts, axis=axis
+            )
         go = visit
         if axis.nodes > 1:
             go = partial(visit_by_node, node_visits=self._node_visits(axis.nodes))
         y_TD, overflow = go(
             x_TD,
-            routing.expert_ids_TK,
+            slots_TK,
             routing.weights_TK,
             partial(self.experts, axis=axis),
             num_slots=num_slots,
             axis=axis,
-            buffer_rows=self._buffer_rows(x_TD.shape[0], axis.size),
-            block=choose_block(routing.expert_ids_TK.size, num_slots // axis.size),
+            buffer_rows=self._buffer_rows(x_TD.shape[0], num_slots, axis.size),
+            block=choose_block(slots_TK.size, num_slots // axis.size),
         )
         y_BSD = y_TD.reshape(x_BSD.shape)
         if self.shared is not None:
@@ -63,14 +80,14 @@ class MoELayer(nnx.Module):
         stats = routing.stats
         return y_BSD, dataclasses.replace(stats, dropped=stats.dropped + overflow)
 
-    def _buffer_rows(self, tokens: int, axis_size: int) -> int:
+    def _buffer_rows(self, tokens: int, num_slots: int, axis_size: int) -> int:
         """Rows that a device can receive: as many as could ever come from devices with
         `tokens` each, or `buffer_factor` times the even share."""
-        moe, experts = self.moe, self.moe.num_experts // axis_size
-        most = tokens * min(moe.top_k, experts)  # a token visits an expert once
+        moe, slots = self.moe, num_slots // axis_size
+        most = tokens * min(moe.top_k, slots)  # a token visits an expert once
         if moe.capacity_factor is not None:
             groups = tokens // self.group_tokens
-            most = min(most, groups * experts * capacity(moe, self.group_tokens))
+            most = min(most, groups * slots * capacity(moe, self.group_tokens))
         most *= axis_size
         if moe.buffer_factor is not None:
             most = min(most, math.ceil(tokens * moe.top_k * moe.buffer_factor))

@@ -31,6 +31,7 @@ from jaxmoe import loss as loss_lib
 from jaxmoe import model as model_lib
 from jaxmoe import sharding
 from jaxmoe.config import Model, MoE
+from jaxmoe.eplb.placement import Move, carry, carry_back, plan_move
 from jaxmoe.layers.attention import attention_mask
 from jaxmoe.loss import LossSums
 from jaxmoe.model import STACKS, Batch
@@ -125,7 +126,8 @@ class PipelinedGradients:
         ends = {name: part for name, part in params.items() if name not in STACKS}
         specs = self._specs(ends)
         ends = sharding.gather(ends, *specs)
-        weights = self._collect(params)
+        move = self._move(buffers)
+        weights = self._collect(params, move)
         rows = [self._rows(buffers, places) for places in self.places]
         M = self.table.schedule.num_microbatches
         A = batch["tokens"].shape[0] // M
@@ -141,7 +143,7 @@ class PipelinedGradients:
             )
         dends = jax.tree.map(jnp.add, dends, sums.head)
         gradients = sharding.scatter_sum(dends, *specs, self.mesh)
-        gradients |= self._distribute(sums)
+        gradients |= self._distribute(sums, move)
         losses = jax.lax.psum(sums.finish, AXIS)
         return gradients, losses, self._statistics(sums)
 
@@ -158,26 +160,41 @@ class PipelinedGradients:
         more = pull(dinputs_MbSD)
         return sums, jax.tree.map(lambda t, m: t + m.astype(t.dtype), dends, more)
 
-    def _collect(self, params: Any) -> list[Layers]:
+    def _move(self, buffers: Any) -> Move | None:
+        """What brings the experts of this rank's layers into their slots."""
+        placement = model_lib.placement_of(buffers)
+        if placement is None:
+            return None
+        places = jnp.asarray(np.maximum(self._all_places("moe"), 0))
+        mine = places[jax.lax.axis_index(AXIS)]
+        rows_nE, slots_nP = placement["rows"][mine], placement["slots"][mine]
+        return plan_move(rows_nE, slots_nP, self.axis.size)
+
+    def _collect(self, params: Any, move: Move | None) -> list[Layers]:
         """Per direction, the layers of this rank's stage."""
         weights: list[Layers] = [{} for _ in self.places]
         for kind in self.kinds:
             places = self._all_places(kind)
             specs = self._specs(params[kind], kind)
             stack = sharding.gather_layers(params[kind], *specs, places)
+            if move and kind == "moe":
+                stack = model_lib.map_experts(stack, partial(carry, move))
             layers = iter(model_lib.unstack(stack, places.shape[1]))
             for found, of_direction in zip(weights, self.places, strict=True):
                 n = of_direction[kind].shape[1]
                 found[kind] = list(itertools.islice(layers, n))
         return weights
 
-    def _distribute(self, sums: Sums) -> dict[str, Any]:
+    def _distribute(self, sums: Sums, move: Move | None) -> dict[str, Any]:
         """Gradients of all directions' layers, added in the master layout."""
         found = {}
         for kind in self.kinds:
             layers = [layer for of in sums.weights for layer in of[kind]]
+            stack = model_lib.stack(layers)
+            if move and kind == "moe":
+                stack = model_lib.map_experts(stack, partial(carry_back, move))
             found[kind] = sharding.scatter_sum_layers(
-                jax.tree.map(lambda *xs: jnp.stack(xs), *layers),
+                stack,
                 *self._specs(None, kind),
                 self._all_places(kind),
                 layers=self._stack_size(kind),
