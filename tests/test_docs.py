@@ -254,7 +254,10 @@ def test_table_of_parameters_names_those_there_are():
 # Metrics ---------------------------------------------------------------------------
 
 # The functions that write keys of the files.
-LINE_KEYS = {"StepLog._values", "load_statistics", "load_statistics_by_layer"}
+LINE_KEYS = {
+    *("StepLog._values", "StepLog.rebalanced"),
+    *("load_statistics", "load_statistics_by_layer"),
+}
 EVALUATION_KEYS = {"Evaluator.__call__", "Evaluator._task_figures"}
 SUMMARY_KEYS = {"Trainer._finish", "Clock.summary"}
 

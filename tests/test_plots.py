@@ -100,7 +100,7 @@ def test_any_number_of_layers_experts_and_steps(tmp_path, shape, steps):
 def test_a_changed_number_of_experts_draws_the_newest(tmp_path):
     load = {"expert_load": lambda step: [[1] * (4 if step < 3 else 8)]}
     rows = metrics.read(logged(tmp_path, range(1, 6), **load))
-    steps, loads = plots._loads(rows)
+    steps, loads = plots._loads(rows, "expert_load")
     assert steps.tolist() == [3, 4, 5]
     assert loads.shape == (3, 1, 8)
 

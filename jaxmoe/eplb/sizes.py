@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floor 4. Which numbers of experts, replicas, groups, nodes and devices fit together.
+"""Floor 0. Which numbers of experts, replicas, groups, nodes and devices fit together.
 
 Nothing of JAX is imported.
 """
