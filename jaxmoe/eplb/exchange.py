@@ -159,7 +159,6 @@ def improve(slots: Slots, num_nodes: int) -> Slots:
     node_load_NL = slots.share_DkL.reshape(num_nodes, -1, L).sum(1)
     each_L = jnp.max(slots.load_EL, 0) / (D // num_nodes)
     bound_L = jnp.maximum(jnp.max(node_load_NL, 0) / (D // num_nodes), each_L)
-    mean_L = node_load_NL.sum(0) / D
 
     def todo(state):
         _, _, going_L, number = state
@@ -173,7 +172,7 @@ def improve(slots: Slots, num_nodes: int) -> Slots:
         def kick(i, slots):
             kicks_L = going_L & (number > 0)
             of_kick = jax.random.fold_in(key, i)
-            return _kick(slots, num_nodes, mean_L, of_kick, noise, kicks_L)
+            return _kick(slots, num_nodes, of_kick, noise, kicks_L)
 
         tried = lax.fori_loop(0, 2 - number % 2, kick, best)
         tried = level(tried, num_nodes, going_L)
@@ -196,11 +195,11 @@ def heaviest(slots: Slots) -> Float[Array, " L"]:
     return heaviest_device(slots)[0]
 
 
-def _kick(slots, num_nodes, mean_L, key, noise, where_L) -> Slots:
+def _kick(slots, num_nodes, key, noise, where_L) -> Slots:
     """Gives a slot that has to do with the heaviest device to another expert."""
     heavy_L, giver_L = heaviest_device(slots)
     node = node_of(slots, giver_L, num_nodes)
-    goal = Goal(heavy_L * (1 - 10 * _GAIN), mean_L)
+    goal = Goal(heavy_L * (1 - 10 * _GAIN))
     (E, L), shape_dk = slots.load_EL.shape, node.expert_dkL.shape[:2]
     for_E, for_dk = (
         noise * jax.random.gumbel(of_key, shape)

@@ -24,17 +24,18 @@ from jaxmoe.eplb.slots import (
     best_pair,
     first_least,
     fold,
+    lesser,
     of_device,
+    positive,
     put_slot,
     take_slot,
 )
 
 
 class Goal(NamedTuple):
-    """The load that no device shall exceed, and the mean load."""
+    """The load that no device shall exceed, where the mean load of a device is 1."""
 
     limit_L: jax.Array
-    mean_L: jax.Array
 
     def excess(self, load: Float[Array, "... L"]) -> Float[Array, "... L"]:
         """What a load counts: how far it is over the limit.
@@ -42,11 +43,9 @@ class Goal(NamedTuple):
         A part for what is over the mean makes, of moves that reach the limit, the one
         that leaves most room.
         """
-        mean_L = jnp.where(self.mean_L > 0, self.mean_L, 1.0)
-        shape = (1,) * (load.ndim - 1) + mean_L.shape
-        limit, mean = self.limit_L.reshape(shape), mean_L.reshape(shape)
-        over = jnp.maximum(load - mean, 0.0)
-        return jnp.maximum(load - limit, 0.0) + over * over / mean
+        limit = self.limit_L.reshape((1,) * (load.ndim - 1) + self.limit_L.shape)
+        over = positive(load - 1.0)
+        return positive(load - limit) + over * over
 
 
 class Recount(NamedTuple):
@@ -73,7 +72,7 @@ def best_recount(
       slots, node: the plan, and the giver in its node.
       goal: what gains are counted by.
       wish_EL, wish_dk: added to the gain, by the expert that gets a copy and by the
-        slot that it gets; in parts of the mean load.
+        slot that it gets.
       keep_L: an expert of each layer that loses no copy.
     """
     L = slots.load_EL.shape[1]
@@ -98,11 +97,10 @@ def best_recount(
     if keep_L is not None:
         spare_dkL &= node.expert_dkL != keep_L[None, None]
     lost_dkL = jnp.where(spare_dkL, lost_dkL, jnp.inf)
-    mean_L = goal.mean_L
     if wish_EL is not None:
-        won_EL += wish_EL * mean_L[None]
+        won_EL += wish_EL
     if wish_dk is not None:
-        lost_dkL -= wish_dk[:, :, None] * mean_L[None, None]
+        lost_dkL -= wish_dk[:, :, None]
 
     out = _give_copies(node, goal, won_EL, share_EL, lost_dkL, now_dL)
     num_nodes = len(slots.expert_DkL) // len(node.expert_dkL)
@@ -159,7 +157,7 @@ def _take_slots(node, goal, won_EL, share_EL, lost_dkL, now_dL, num_nodes) -> Re
         return goal.excess(left_aL[a][None] + share) + lost_aL[a][None]
 
     k = len(left_aL)
-    cost_EL = fold(k, lambda a: cost(a, share_EL), jnp.minimum)
+    cost_EL = fold(k, lambda a: cost(a, share_EL), lesser)
     cost_EL -= won_EL + of_device(now_dL, node.giver_L)[None]
     cost_L, expert_L = first_least(jnp.where(here_EL, cost_EL, jnp.inf))
     new_share_L = take_slot(share_EL, expert_L)

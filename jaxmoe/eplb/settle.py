@@ -37,7 +37,7 @@ from jaxmoe.eplb.slots import (
 )
 
 _ROUNDING = 1e-6  # loads are added in float32
-_FEW = 4  # of so many layers one may be late
+_MANY, _LATE = 16, 2  # of so many layers or more, one of so many may be late
 _URGES, _URGE = 4, 100.0  # how often to urge; more than anything gains, in mean loads
 
 
@@ -66,9 +66,7 @@ def incremental(
     """
     P = current_LP.shape[1]
     slots = slots_of(current_LP, load_LE, num_devices)
-    limit_L = (
-        tolerance * (1 - _ROUNDING) * _bound(load_LE, slots, num_groups, num_nodes)
-    )
+    limit_L = tolerance * (1 - _ROUNDING) * _bound(slots, num_groups, num_nodes)
     settled_LP = settle(slots, num_nodes, limit_L).plan_LP()
     reached_L = heaviest(slots_of(settled_LP, load_LE, num_devices))
     split_L = _splits_groups(current_LP, load_LE.shape[1], num_groups, num_nodes)
@@ -96,22 +94,10 @@ def settle(slots: Slots, num_nodes: int, limit_L: Float[Array, " L"]) -> Slots:
     D, _, L = slots.expert_DkL.shape
     if num_nodes == D:
         return slots  # a node is one device: nothing can go elsewhere
-    goal = Goal(limit_L, slots.load_EL.sum(0) / D)
+    goal = Goal(limit_L)
     none_L = jnp.zeros(L, jnp.int32)
     state = _State(slots, goal, jnp.ones(L, bool), none_L, none_L - 1, none_L)
-    # Some layers take twice as long as most; at the end only they are gone on with.
-    few = -(-L // _FEW)
-    state = _run(state, num_nodes, few if few < L else 0)
-    if few < L:
-        late_L = lax.top_k(state.going_L.astype(jnp.int32), few)[1]
-        late = jax.tree.map(lambda of: jnp.take(of, late_L, axis=-1), state)
-        late = _run(late, num_nodes, 0)
-        state = jax.tree.map(
-            lambda of, late: of.at[..., late_L].set(late, unique_indices=True),
-            state,
-            late,
-        )
-    return state.slots
+    return _run(state, num_nodes).slots
 
 
 class _State(NamedTuple):
@@ -134,12 +120,27 @@ class _State(NamedTuple):
     steps_L: jax.Array
 
 
-def _run(state: _State, num_nodes: int, few: int) -> _State:
-    """Goes on until no more than a few layers are going."""
-    return lax.while_loop(
+def _run(state: _State, num_nodes: int) -> _State:
+    """Goes on until all layers are done.
+
+    Some take twice as long as most. When half are done the others go on alone, and so
+    on down to a few.
+    """
+    L = len(state.going_L)
+    few = L // _LATE if L >= _MANY else 0
+    state = lax.while_loop(
         lambda state: jnp.sum(state.going_L) > few,
         lambda state: _step(state, num_nodes),
         state,
+    )
+    if not few:
+        return state
+    late_L = lax.top_k(state.going_L.astype(jnp.int32), few)[1]
+    late = jax.tree.map(lambda of: jnp.take(of, late_L, axis=-1), state)
+    return jax.tree.map(
+        lambda of, late: of.at[..., late_L].set(late, unique_indices=True),
+        state,
+        _run(late, num_nodes),
     )
 
 
@@ -157,7 +158,7 @@ def _step(state: _State, num_nodes: int) -> _State:
     change = best_recount(slots, node, goal, wish_EL=wish_EL, keep_L=keep_L)
     exchange_L = gain_L / 2 >= change.gain_L
     most_L = jnp.maximum(gain_L / 2, change.gain_L)
-    helps_L = most_L > _ROUNDING * goal.mean_L
+    helps_L = most_L > _ROUNDING
     going_L &= (heavy_L > goal.limit_L) & (helps_L | (stuck_L < 2 * _URGES))
     going_L &= (helps_L | ~urged_L) & (steps_L < slots.expert_DkL[..., 0].size)
     # Each leaves the layers of the other alone.
@@ -184,12 +185,11 @@ def _best_exchange(node: Node, goal: Goal) -> tuple[jax.Array, jax.Array, jax.Ar
     return gain_L, node.own_slot_of(best.own_L), node.slot_of(best.other_L)
 
 
-def _bound(load_LE, slots: Slots, num_groups: int, num_nodes: int) -> jax.Array:
+def _bound(slots: Slots, num_groups: int, num_nodes: int) -> jax.Array:
     """The lowest load of the heaviest device that can be hoped for."""
-    L = len(load_LE)
-    D = len(slots.expert_DkL)
-    d = D // num_nodes
-    bound_L = jnp.maximum(load_LE.sum(1) / D, jnp.max(load_LE, 1) / d)
+    load_LE = slots.load_EL.T
+    L, d = len(load_LE), len(slots.expert_DkL) // num_nodes
+    bound_L = jnp.maximum(1.0, jnp.max(load_LE, 1) / d)
     if num_nodes == 1:
         return bound_L
     group_GL = load_LE.reshape(L, num_groups, -1).sum(-1).T

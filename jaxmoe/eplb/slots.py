@@ -26,7 +26,7 @@ _WRITTEN_OUT = 16  # slots of a device up to which folds are; more take long to 
 
 
 class Slots(NamedTuple):
-    """A plan, and what it makes of the loads.
+    """A plan, and what it makes of the loads, which are in parts of a device's mean.
 
     Attributes:
       expert_DkL: of each slot.
@@ -50,7 +50,9 @@ class Slots(NamedTuple):
 def slots_of(
     slots_LP: Int[Array, "L P"], load_LE: Float[Array, "L E"], num_devices: int
 ) -> Slots:
-    """Brings a plan into this layout."""
+    """Brings a plan into this layout; the mean load of a device is 1 in it, or 0."""
+    mean_L = load_LE.sum(1) / num_devices
+    load_LE = load_LE / jnp.where(mean_L > 0, mean_L, 1.0)[:, None]
     L, P = slots_LP.shape
     count_EL = jnp.maximum(count(slots_LP, load_LE.shape[1]), 1).T
     expert_PL, load_EL = slots_LP.T, load_LE.T
@@ -139,6 +141,16 @@ def fold(number: int, part: Callable[[int], jax.Array], join: Callable) -> jax.A
     return lax.fori_loop(1, number, lambda i, so_far: join(so_far, part(i)), part(0))
 
 
+def lesser(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The lesser number. XLA's own minimum looks for NaN, which takes longer."""
+    return jnp.where(a < b, a, b)
+
+
+def positive(of: jax.Array) -> jax.Array:
+    """A number, or zero if it is negative."""
+    return jnp.where(of > 0, of, 0.0)
+
+
 def sum_slots(of_DkL: jax.Array) -> Float[Array, "D L"]:
     """What the devices hold together."""
     return fold(of_DkL.shape[1], lambda j: of_DkL[:, j], operator.add)
@@ -191,7 +203,7 @@ def best_pair(
         )
         return jnp.where(held_adL[a][:, None], jnp.inf, cost_dkL)
 
-    cost_dkL = fold(len(node.expert_aL), of_own, jnp.minimum) + fixed_dkL
+    cost_dkL = fold(len(node.expert_aL), of_own, lesser) + fixed_dkL
     cost_L, other_L = first_slot(cost_dkL)
     device_L, slot_L = other_L // k % d, other_L % k
     share_L = of_device(of_device(node.share_dkL, device_L), slot_L)
@@ -211,7 +223,7 @@ def heaviest_device(slots: Slots) -> tuple[jax.Array, jax.Array]:
 def first_slot(of_dkL: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`first_least` of slots, by device and then in the device."""
     d, k, _ = of_dkL.shape
-    least_dL = fold(k, lambda j: of_dkL[:, j], jnp.minimum)
+    least_dL = fold(k, lambda j: of_dkL[:, j], lesser)
     least_L, device_L = first_least(least_dL)
     _, slot_L = first_least(of_device(of_dkL, device_L % d))
     return least_L, jnp.where(device_L < NONE, device_L * k + slot_L, NONE)
