@@ -53,6 +53,7 @@ def test_a_run_logs_what_it_rebalances(whole):
     assert (whole / "plots" / "device_load.png").is_file()
 
 
+@pytest.mark.slow
 def test_the_losses_are_those_without_a_balancer(whole, tmp_path):
     train(helpers.changed(CONFIG, balancer=vars(Balancer())), tmp_path / "run")
     want = losses(tmp_path / "run")

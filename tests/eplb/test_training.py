@@ -58,7 +58,17 @@ def without_placement(state):
     return dataclasses.replace(state, buffers=buffers)
 
 
-@pytest.mark.parametrize("mesh", [(2, 4), (1, 2), (1, 1)], ids=str)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param((2, 4), id="2x4"),
+        pytest.param((1, 2), id="1x2", marks=SLOW),
+        pytest.param((1, 1), id="1x1", marks=SLOW),
+    ],
+)
 def test_a_plan_changes_no_gradient(mesh):
     """Losses, counts and gradients under random plans are those without a balancer."""
     plain = helpers.gradients_of(OFF, 8, 1)
@@ -79,7 +89,14 @@ def test_a_plan_changes_no_gradient(mesh):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "mesh"), [("dualpipe", (2, 2, 2)), ("1f1b", (1, 4, 2))], ids=str
+    ("schedule", "mesh"),
+    [
+        pytest.param("dualpipe", (2, 2, 2), id="dualpipe 2x2x2"),
+        pytest.param("1f1b", (1, 4, 2), id="1f1b 1x4x2", marks=SLOW),
+        pytest.param("dualpipev", (1, 2, 2), id="dualpipev 1x2x2", marks=SLOW),
+        pytest.param("zb_h1", (1, 2, 4), id="zb_h1 1x2x4", marks=SLOW),
+        pytest.param("gpipe", (1, 2, 2), id="gpipe 1x2x2", marks=SLOW),
+    ],
 )
 def test_a_plan_changes_no_gradient_in_a_pipeline(schedule, mesh):
     """The same through a pipeline, each rank moving the experts of its own layers."""
@@ -128,10 +145,10 @@ def run(config, mesh, steps, interval=0, policy=None):
 
 
 CASES = [
-    pytest.param({}, {}, id="incremental"),
-    pytest.param({"policy": "swap"}, {}, id="swap", marks=pytest.mark.slow),
-    pytest.param({"policy": "reference"}, {}, id="reference", marks=pytest.mark.slow),
-    pytest.param({"num_replicas": 8}, {}, id="no spare slot", marks=pytest.mark.slow),
+    pytest.param({}, {}, id="incremental", marks=SLOW),
+    pytest.param({"policy": "swap"}, {}, id="swap", marks=SLOW),
+    pytest.param({"policy": "reference"}, {}, id="reference", marks=SLOW),
+    pytest.param({"num_replicas": 8}, {}, id="no spare slot", marks=SLOW),
     pytest.param(
         {},
         {
@@ -142,13 +159,13 @@ CASES = [
             }
         },
         id="router bias",
-        marks=pytest.mark.slow,
+        marks=SLOW,
     ),
     pytest.param(
         {},
         {"optimizer": {"name": "adafactor", "learning_rate": 1e-3}},
         id="adafactor",
-        marks=pytest.mark.slow,
+        marks=SLOW,
     ),
 ]
 
@@ -201,6 +218,7 @@ def test_copies_stay_equal_and_the_optimizer_holds_each_expert_once():
     ]
 
 
+@SLOW
 def test_moving_there_and_back_is_exact():
     """Masters and moments are the same bits after any moves; only rows travel."""
     setup = helpers.setup_of(ON, 2, 4)
@@ -258,6 +276,7 @@ def test_no_collective_over_expert_holds_more_than_a_slot(what):
     assert sum(gathered) <= dense
 
 
+@SLOW
 def test_a_skewed_router_is_levelled():
     """Zipf over experts on 8 devices, a quarter of the slots spare, drifting skew.
 
