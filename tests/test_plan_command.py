@@ -73,13 +73,13 @@ def test_other_files(loads, tmp_path, capsys):
 def test_previous(loads, tmp_path, capsys):
     """The whole output, or the object alone, is a plan that can be gone on from; with
     the same load nothing moves."""
-    out = output(capsys, loads, *SIZES, "--policy=swap", "--json")
+    out = output(capsys, loads, *SIZES, "--json")
     whole, alone = tmp_path / "whole.txt", tmp_path / "alone.json"
     whole.write_text(out)
     alone.write_text(out.splitlines()[-1])
     before = json.loads(out.splitlines()[-1])
     for file in (whole, alone):
-        arguments = [loads, *SIZES, "--policy=swap", f"--previous={file}", "--json"]
+        arguments = [loads, *SIZES, f"--previous={file}", "--json"]
         found = json.loads(output(capsys, *arguments).splitlines()[-1])
         assert found["moved"] == [0, 0]
         assert found["physical_to_logical"] == before["physical_to_logical"]
