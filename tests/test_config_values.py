@@ -237,7 +237,7 @@ REFUSED = [
     (
         "Foo.bar=1",
         "Foo.bar {} " + UNKNOWN + ". Write a field of Mesh, Model, MoE, Pipeline,"
-        " Optimizer, Data, Checkpoint or Train.",
+        " Balancer, Optimizer, Data, Checkpoint or Train.",
     ),
     (
         "Checkpoint.zzz=1",

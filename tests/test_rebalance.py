@@ -39,6 +39,7 @@ def whole(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_logs_what_it_rebalances(whole):
     rows = helpers.metrics_of(whole)
     assert [row["rebalance_step"] for row in rows if "rebalance_step" in row] == [
@@ -89,6 +90,7 @@ def test_a_balancer_begins_in_a_run_without(whole, tmp_path):
     np.testing.assert_allclose(losses(run)[21], losses(whole)[21], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_in_logical_order(whole):
     summary = json.loads((whole / "summary.json").read_text())
     figures = evaluate_run(CONFIG, whole)

@@ -40,9 +40,9 @@ def test_a_mesh_axis_is_used_once():
 @pytest.mark.parametrize(
     ("sizes", "shape", "compute", "expected"),
     [
-        # the largest dimension that the free devices divide
+        # the first dimension that the free devices divide
         ((4, 2, 1), (64, 16), P(None, None), P(("data", "expert"), None)),
-        ((4, 2, 1), (16, 64), P(None, None), P(None, ("data", "expert"))),
+        ((4, 2, 1), (16, 64), P(None, None), P(("data", "expert"), None)),
         ((4, 2, 1), (63, 16), P(None, None), P(None, ("data", "expert"))),
         # experts stay where they are; the rest goes over `data`
         (
@@ -429,16 +429,6 @@ def test_layers_there_and_back(case, travel):
         data, expert, _ = (stacks.mesh.shape[axis] for axis in AXES)
         copies = data * (1 if "expert" in stacks.axes[name] else expert)
         np.testing.assert_array_equal(got[name], array * copies, name)
-
-
-@pytest.mark.parametrize("case", ["uneven on 2", "other direction"])
-def test_no_layers_of_a_kind(case):
-    """A direction without any layer of a kind gets stacks of none, in its shapes."""
-    stacks = Stacks(case)
-    stacks.places = stacks.places[:, :0]
-    got = run(stacks.mesh, stacks.gather, (stacks.master,), stacks.rows, stacks.arrays)
-    for name, array in stacks.arrays.items():
-        assert got[name].shape == (0, *array.shape[1:]), name
 
 
 @together_and_apart

@@ -176,11 +176,11 @@ def test_default_buffer_is_never_larger_than_what_can_come():
     """
     model = harness.small_model()
     layer = MoELayer(model, harness.small_moe(top_k=4), rngs=nnx.Rngs(0))
-    rows = [layer._buffer_rows(64, X) // X for X in (1, 2, 4, 8)]
+    rows = [layer._buffer_rows(64, layer.moe.num_experts, X) // X for X in (1, 2, 4, 8)]
     assert rows == [256, 256, 128, 64]
     moe = harness.small_moe(top_k=4, capacity_factor=1.0)  # C = 4 * 4 / 8 = 2
     layer = MoELayer(model, moe, rngs=nnx.Rngs(0))
-    rows = [layer._buffer_rows(64, X) // X for X in (2, 4, 8)]
+    rows = [layer._buffer_rows(64, layer.moe.num_experts, X) // X for X in (2, 4, 8)]
     assert rows == [16 * 4 * 2, 64, 32]
 
 

@@ -91,15 +91,15 @@ def check(config, mesh, **attributes):
     return setup
 
 
-FAST = [
+FEW_CASES = [
     ("gpipe", (1, 1, 2)),
-    ("1f1b", (2, 2, 2)),
     ("dualpipe", (2, 2, 2)),
-    ("dualpipev", (1, 2, 2)),
+    pytest.param("1f1b", (2, 2, 2), marks=pytest.mark.slow),
+    pytest.param("dualpipev", (1, 2, 2), marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("name", "mesh"), FAST)
+@pytest.mark.parametrize(("name", "mesh"), FEW_CASES)
 def test_equals_the_plain_step(name, mesh):
     check(with_schedule(CONFIG, name), mesh)
 
