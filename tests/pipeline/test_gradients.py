@@ -111,6 +111,7 @@ def test_sixteen_layers_equal_the_plain_step(name, mesh):
     check(with_schedule(DEEP, name), mesh)
 
 
+@pytest.mark.slow
 def test_without_w_in_the_same_tick():
     """zb_h1 defers every W it can: three slots wait, and the numbers stay."""
     setup = check(with_schedule(CONFIG, "zb_h1"), (1, 1, 4))
