@@ -59,3 +59,18 @@ def test_prototypes():
             assert are_positive(of_k[f"{name}losses"])
             assert of_k[f"{name}spread"] == 0.0
         assert 0 < of_k["dropped_fraction"] < 1
+
+
+@pytest.mark.slow
+def test_eplb():
+    """Every figure is there, at small sizes."""
+    figures = last_line("eplb.py", "--quick", "--repetitions=1")
+    tables = [figures.pop(f"reference_ms_by_{of}") for of in ("layers", "experts")]
+    assert all(len(table) == 2 and are_positive(table.values()) for table in tables)
+    assert set(figures) == {
+        *("reference_hierarchical_ms", "reference_global_ms", "swap_ms"),
+        *("swap_hierarchical_ms", "swap_global_ms", "incremental_ms"),
+        *("incremental_moved", "incremental_max_over_mean", "rebalance_over_step"),
+        *("swap_max_over_mean_hierarchical", "swap_max_over_mean_global"),
+    }
+    assert are_positive(figures.values())
