@@ -63,7 +63,8 @@ class MoELayer(nnx.Module):
             )
         go = visit
         if axis.nodes > 1:
-            go = partial(visit_by_node, node_visits=self._node_visits(axis.nodes))
+            visits = self._node_visits(axis.nodes, placed=expert_P is not None)
+            go = partial(visit_by_node, node_visits=visits)
         y_TD, overflow = go(
             x_TD,
             slots_TK,
@@ -93,9 +94,10 @@ class MoELayer(nnx.Module):
             most = min(most, math.ceil(tokens * moe.top_k * moe.buffer_factor))
         return most
 
-    def _node_visits(self, nodes: int) -> int:
-        """Nodes that a token visits at most."""
+    def _node_visits(self, nodes: int, *, placed: bool) -> int:
+        """Nodes that a token visits at most; `placed`: copies may be on any node."""
         most = min(nodes, self.moe.top_k)
-        if self.moe.router != "grouped_sigmoid" or self.moe.num_groups % nodes:
+        grouped = self.moe.router == "grouped_sigmoid"
+        if placed or not grouped or self.moe.num_groups % nodes:
             return most
         return min(most, self.moe.top_groups)

@@ -124,6 +124,26 @@ def test_a_plan_changes_no_gradient_in_a_pipeline(schedule, mesh):
     np.testing.assert_array_equal(got[1].stats.load_E, want[1].stats.load_E)
 
 
+@SLOW
+def test_a_plan_changes_no_gradient_between_nodes():
+    """Tokens cross to a node once, also where copies of a group are on both nodes."""
+    grouped = {"router": "grouped_sigmoid", "num_groups": 2, "top_k": 2}
+    off = changed(OFF, moe=grouped)
+    start, batch = helpers.initial_state(off, 8, 1), helpers.batches(off)[0]
+    plain = helpers.gradients_of(off, 8, 1)
+    want = helpers.host(plain(start.params, start.buffers, batch))
+    on = changed(ON, moe=grouped, mesh={"expert_nodes": 2})
+    rebalancer = rebalancer_of(on, 2, 4)
+    state = helpers.initial_state(on, 2, 4)
+    state, _ = placed(rebalancer, state, slots_for(rebalancer._setup, 5))
+    gradients, metrics = helpers.gradients_of(on, 2, 4)(
+        state.params, state.buffers, batch
+    )
+    gradients = logical(rebalancer, dataclasses.replace(state, params=gradients)).params
+    oracle.assert_close((gradients, helpers.host(metrics)), want)
+    assert not metrics.stats.dropped.any()
+
+
 def run(config, mesh, steps, interval=0, policy=None):
     """(losses, logical state) after some AdamW steps, rebalancing in between."""
     setup = helpers.setup_of(config, *mesh)
