@@ -109,6 +109,8 @@ class Rebalancer:
         placement = model_lib.placement_of(state.buffers)
         load_LE, X = placement["load"], self._setup.axis.size
         rows_LE = own(placement["rows"], slots_LP, X)
+        same_L = jnp.all(slots_LP == placement["slots"], axis=1)
+        rows_LE = jnp.where(same_L[:, None], placement["rows"], rows_LE)
         move = plan_move(placement["rows"], rows_LE, X)
         state = self._moved(state, move)
         rounds = jnp.sum(move.rounds_X)
