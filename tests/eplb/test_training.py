@@ -42,7 +42,12 @@ def slots_for(setup, seed):
 def placed(rebalancer, state, slots_LP):
     """The state under a plan."""
     layout = rebalancer._setup.state_sharding
-    place = jax.jit(rebalancer.place, in_shardings=(layout, None), donate_argnums=0)
+    place = jax.jit(
+        rebalancer.place,
+        in_shardings=(layout, None),
+        out_shardings=(layout, None),
+        donate_argnums=0,
+    )
     return place(state, slots_LP)
 
 
@@ -192,13 +197,20 @@ CASES = [
 
 @pytest.mark.parametrize(("balancer", "others"), CASES)
 def test_forty_steps_with_rebalances_are_those_without(balancer, others):
-    """Losses within 1e-5, and parameters, but for key biases, whose gradient is 0."""
+    """Losses within 1e-5, and parameters, but for key biases, whose gradient is 0.
+
+    Adafactor divides each gradient by its own size: where it is rounding alone, so is
+    the update. There the losses are within 1e-3; that moves are exact is tested below.
+    """
     base = changed(OFF, **others)
     config = changed(base, balancer={**vars(ON.balancer), **balancer})
     steps = 40
     want_losses, want, _ = run(base, (2, 4), steps)
     losses, got, copies = run(config, (2, 4), steps, interval=5)
     assert copies > 0
+    if config.optimizer.name == "adafactor":
+        np.testing.assert_allclose(losses, want_losses, atol=1e-3)
+        return
     np.testing.assert_allclose(losses, want_losses, atol=1e-5)
     for part in (got.params, want.params):
         for kind in ("dense", "moe"):
@@ -238,13 +250,20 @@ def test_copies_stay_equal_and_the_optimizer_holds_each_expert_once():
     ]
 
 
+FACTORED = changed(
+    ON, model={"width": 128, "ffn_width": 128}, optimizer={"name": "adafactor"}
+)
+
+
 @SLOW
-def test_moving_there_and_back_is_exact():
+@pytest.mark.parametrize("config", [ON, FACTORED], ids=["adamw", "adafactor"])
+def test_moving_there_and_back_is_exact(config):
     """Masters and moments are the same bits after any moves; only rows travel."""
-    setup = helpers.setup_of(ON, 2, 4)
-    rebalancer = rebalancer_of(ON, 2, 4)
-    state = helpers.initial_state(ON, 2, 4)
-    state, _ = helpers.step_of(ON, 2, 4)(state, helpers.batches(ON)[0])
+    setup = helpers.setup_of(config, 2, 4)
+    rebalancer = rebalancer_of(config, 2, 4)
+    assert ("moments" in rebalancer._kinds) == (config is FACTORED)
+    state = helpers.initial_state(config, 2, 4)
+    state, _ = helpers.step_of(config, 2, 4)(state, helpers.batches(config)[0])
     before = logical(rebalancer, state)
     for seed in range(4):
         state, report = placed(rebalancer, state, slots_for(setup, seed))
