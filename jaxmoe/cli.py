@@ -14,7 +14,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 from jaxmoe import (
     __version__,
@@ -49,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
         "eval": _eval,
-        "schedule": _schedule,
-        "plan": _plan,
+        "schedule": partial(_alone, "schedule", schedule_command),
+        "plan": partial(_alone, "plan", plan_command),
     }
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_USAGE, end="")
@@ -140,24 +142,14 @@ def _eval(arguments: list[str]) -> int:
     return 0
 
 
-def _schedule(arguments: list[str]) -> int:
-    """Simulates and draws a pipeline schedule."""
+def _alone(name: str, command: ModuleType, arguments: list[str]) -> int:
+    """A command of a module of its own, which needs no configuration."""
     if "-h" in arguments or "--help" in arguments:
         print(_USAGE, end="")
         return 0
-    parser = _Parser(prog="jaxmoe schedule", add_help=False, allow_abbrev=False)
-    schedule_command.add_arguments(parser)
-    return schedule_command.run(parser.parse_args(arguments))
-
-
-def _plan(arguments: list[str]) -> int:
-    """Plans which device holds which experts."""
-    if "-h" in arguments or "--help" in arguments:
-        print(_USAGE, end="")
-        return 0
-    parser = _Parser(prog="jaxmoe plan", add_help=False, allow_abbrev=False)
-    plan_command.add_arguments(parser)
-    return plan_command.run(parser.parse_args(arguments))
+    parser = _Parser(prog=f"jaxmoe {name}", add_help=False, allow_abbrev=False)
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(arguments))
 
 
 def _new_workdir(files: Sequence[str]) -> str:

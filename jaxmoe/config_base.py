@@ -12,6 +12,7 @@ import difflib
 import math
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 LARGEST_INT = 2**31 - 1  # counters are int32
@@ -209,6 +210,21 @@ def shown_path(path: str) -> str:
         relative = os.pardir
     text = printable(path if relative.startswith(os.pardir) else relative)
     return text if len(text) <= 200 else f"...{text[-197:]}"
+
+
+def read_text(path: str, rule: str, remedy: str) -> str:
+    """A text file in UTF-8.
+
+    Raises:
+      ConfigError: with this rule and remedy, if it cannot be read.
+    """
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise mistake(
+            f"{shown_path(path)} cannot be read ({reason})", rule, remedy
+        ) from error
 
 
 def printable(text: str) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from jaxmoe import metrics_file
-from jaxmoe.config_base import mistake, shown_path
+from jaxmoe.config_base import mistake, read_text, shown_path
 from jaxmoe.eplb.sizes import POLICIES, check_policy, check_sizes
 from jaxmoe.pipeline import draw
 
@@ -32,6 +32,7 @@ _NAMES = ("--replicas", "--groups", "--nodes", "--devices")
 _MOST_DRAWN = 12  # layers of a figure; of more, those that are least even
 _MOST_WORDS = 96  # slots of a layer whose experts are written into a figure
 _FORMS = "loads are a .json or .npy file of [layers, experts], or the folder of a run"
+_REMEDY = "Name a file that exists"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +123,7 @@ def read_loads(path: str) -> np.ndarray:
     elif path.endswith(".npy"):
         values = _read_npy(path)
     else:
-        values = _json(path, _read(path, _FORMS))
+        values = _json(path, read_text(path, _FORMS, _REMEDY))
     load_LE = _table(values, np.float64)
     if load_LE is None or load_LE.ndim != 2 or 0 in load_LE.shape:
         shape = "no table" if load_LE is None else f"the shape {list(load_LE.shape)}"
@@ -159,7 +160,7 @@ def read_plan(path: str, shape: tuple[int, int], num_experts: int) -> np.ndarray
       ConfigError: if it cannot be read, or is no plan of these sizes.
     """
     rule = "a plan is the output of `jaxmoe plan --json`"
-    text = _read(path, rule)
+    text = read_text(path, rule, _REMEDY)
     try:
         values = json.loads(text)
     except ValueError:  # the whole output: the object is its last line
@@ -188,18 +189,6 @@ def read_plan(path: str, shape: tuple[int, int], num_experts: int) -> np.ndarray
                 "Name a plan of the same experts",
             )
     return slots_LP.astype(np.int32)
-
-
-def _read(path: str, rule: str) -> str:
-    try:
-        return Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise mistake(
-            f"{shown_path(path)} cannot be read ({reason})",
-            rule,
-            "Name a file that exists",
-        ) from error
 
 
 def _json(path: str, text: str) -> Any:

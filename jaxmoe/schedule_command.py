@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxmoe.config_base import mistake, shown_path
+from jaxmoe.config_base import mistake, read_text, shown_path
 from jaxmoe.pipeline import draw, schedule_file
 from jaxmoe.pipeline.lower import TickTable, lower
 from jaxmoe.pipeline.schedule import KINDS, SCHEDULES, Schedule, build, check_numbers
@@ -72,7 +72,9 @@ def _schedule(options: argparse.Namespace) -> Schedule:
     """The schedule that is named."""
     name, ranks, microbatches = options.name, options.ranks, options.microbatches
     if name not in SCHEDULES and (name.endswith(".csv") or os.path.isfile(name)):
-        schedule = schedule_file.from_csv(_read(name), shown_path(name))
+        rule = "a schedule is one of the built-in ones or a CSV file"
+        text = read_text(name, rule, "Name a file that exists, or dualpipe")
+        schedule = schedule_file.from_csv(text, shown_path(name))
         for option, given, there in (
             ("--ranks", ranks, schedule.num_ranks),
             ("--microbatches", microbatches, schedule.num_microbatches),
@@ -134,18 +136,6 @@ def _print_figures(timeline: Timeline, figures: dict[str, Any]) -> None:
     for rank, counts in enumerate(figures["operations"]):
         words = "  ".join(f"{kind} {number}" for kind, number in counts.items())
         print(f"  {f'rank {rank}':18} {words}")
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise mistake(
-            f"{shown_path(path)} cannot be read ({reason})",
-            "a schedule is one of the built-in ones or a CSV file",
-            "Name a file that exists, or dualpipe",
-        ) from error
 
 
 def _write(path: str, text: str) -> None:

@@ -188,8 +188,8 @@ class StepLog:
             values["expert_load"] = load_LE.tolist()
         if metrics.device_load_LX is not None:
             load_LX = np.asarray(metrics.device_load_LX)
-            balance_L = load_LX.max(axis=1) / np.maximum(load_LX.mean(axis=1), 1e-9)
-            values["device_load_max_over_mean"] = float(balance_L.max())
+            balance = load_statistics(load_LX)["load_max_over_mean"]
+            values["device_load_max_over_mean"] = balance
             values["device_load"] = load_LX.tolist()
         return values
 

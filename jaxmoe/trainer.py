@@ -28,7 +28,7 @@ from jaxmoe.data.loader import Loader
 from jaxmoe.data.records import vocab_size
 from jaxmoe.evaluate import Evaluator
 from jaxmoe.metrics import MetricsWriter, Progress
-from jaxmoe.model import Batch
+from jaxmoe.model import Batch, placement_of
 from jaxmoe.step_log import Clock, StepLog, is_due
 from jaxmoe.train_step import Setup, StepMetrics, TrainState
 
@@ -92,7 +92,7 @@ class Trainer:
             rows=self.setup.local_rows(),
         )
         self.evaluator = Evaluator(self.setup)
-        placed = self.setup.first_placement() is not None
+        placed = placement_of(self.setup.abstract_state.buffers) is not None
         self.rebalancer = rebalance.Rebalancer(self.setup) if placed else None
         self.clock = Clock()
         self.compile_s = 0.0

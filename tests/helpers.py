@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AxisType, Mesh
 
-from jaxmoe import gin_config
+from jaxmoe import cli, gin_config
 from jaxmoe.config import SECTIONS, Config
 from jaxmoe.config_checks import check
 from jaxmoe.data.loader import Loader
@@ -277,6 +277,16 @@ def arguments(config: Config) -> list[str]:
                 found.append(f"--gin.{type(part).__name__}.{field.name}={value!r}")
     assert gin_config.load((), [a.removeprefix("--gin.") for a in found])
     return found
+
+
+def assert_told(arguments: Sequence[str], parts: Sequence[str], capsys: Any) -> None:
+    """The command ends with exit code 2 and one message, which has these parts."""
+    assert cli.main(arguments) == cli.EXIT_MISTAKE
+    err = capsys.readouterr().err
+    assert err.startswith("jaxmoe: ")
+    assert "Traceback" not in err
+    for part in parts:
+        assert part in err
 
 
 def metrics_of(workdir: Path) -> list[dict[str, Any]]:

@@ -149,9 +149,8 @@ def test_a_plan_changes_no_gradient_between_nodes():
     assert not metrics.stats.dropped.any()
 
 
-def run(config, mesh, steps, interval=0, policy=None):
-    """(losses, logical state) after some AdamW steps, rebalancing in between."""
-    setup = helpers.setup_of(config, *mesh)
+def run(config, mesh, steps, interval=0):
+    """(losses, logical state, copies that moved) after steps with rebalances."""
     state = helpers.initial_state(config, *mesh)
     step = helpers.step_of(config, *mesh)
     rebalancer = rebalancer_of(config, *mesh) if interval else None
@@ -165,7 +164,6 @@ def run(config, mesh, steps, interval=0, policy=None):
     if rebalancer:
         assert rebalancer._rebalance._cache_size() == 1
         state = rebalancer.to_logical(state)
-    del setup
     return losses, helpers.host(state), copies
 
 
