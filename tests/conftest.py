@@ -7,6 +7,13 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# What was compiled once is found again: by later tests, by the processes that they
+# start, by the next run. `pytest --cache-clear` forgets it.
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    str(Path(__file__).parents[1] / ".pytest_cache" / "xla"),
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 import hypothesis
 import jax

@@ -17,12 +17,6 @@ CONFIG = helpers.run_config()
 ARGUMENTS = helpers.arguments(CONFIG)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with helpers.compilation_cache(tmp_path_factory.getbasetemp() / "xla"):
-        yield
-
-
 def mistake(capsys, arguments):
     """The one message of a command that ends with exit code 2 and compiles nothing."""
     with helpers.compilations() as compiled:
@@ -291,7 +285,7 @@ def test_a_signal_from_outside(tmp_path, number):
     command = ["train", f"--workdir={tmp_path}", *helpers.arguments(config)]
     steps = []
     for _ in range(2):
-        process = helpers.start(command)
+        process = helpers.start(command, **helpers.COMPILING)
         for line in process.stderr:
             if re.match(r"step +\d+/3000", line):
                 break

@@ -18,7 +18,7 @@ import pytest
 
 from jaxmoe import gin_config, metrics_file
 from jaxmoe.config import Config
-from tests import test_docs
+from tests import helpers, test_docs
 from tests.test_docs import ROOT, blocks, commands, read, table
 from tests.test_floors import floor, modules
 
@@ -117,7 +117,9 @@ def run(tmp_path_factory) -> Run:
     done = subprocess.run(
         [sys.executable, str(ROOT / "train.py")],
         cwd=folder,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "utf-8"},
+        env=os.environ
+        | {"JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "utf-8"}
+        | helpers.COMPILING,
         capture_output=True,
         encoding="utf-8",
         timeout=1800,

@@ -31,17 +31,6 @@ CONFIG = helpers.run_config()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """The environment in which another process finds what was compiled here."""
-    folder = tmp_path_factory.getbasetemp() / "xla"
-    with helpers.compilation_cache(folder):
-        yield {
-            "JAX_COMPILATION_CACHE_DIR": str(folder),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
-        }
-
-
-@pytest.fixture(scope="module", autouse=True)
 def no_plots():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots, "write_plots", lambda workdir: None)
@@ -223,7 +212,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(
         assert saved(tmp_path, step)[1] == saved(straight, step)[1]
 
 
-def killed(workdir, step, cache):
+def killed(workdir, step, changes):
     """A process of its own that gets SIGKILL when the figures of `step` have come."""
     code = f"""
 import os, signal, sys
@@ -241,7 +230,7 @@ sys.exit(cli.main(sys.argv[1:]))
     return subprocess.run(
         [sys.executable, "-c", code, *command],
         cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"} | cache,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | changes,
         capture_output=True,
         text=True,
         timeout=300,
@@ -255,10 +244,10 @@ sys.exit(cli.main(sys.argv[1:]))
         *(pytest.param(n, False, marks=pytest.mark.slow) for n in (5, 11, 20)),
     ],
 )
-def test_resuming_after_kill_9_is_bitwise(straight, tmp_path, step, caches, cache):
+def test_resuming_after_kill_9_is_bitwise(straight, tmp_path, step, caches):
     """kill -9 in another process, whatever was being written; the rest of the run, in
     this process, gives bitwise the losses and the state of never having stopped."""
-    done = killed(tmp_path, step, cache if caches else {})
+    done = killed(tmp_path, step, {} if caches else helpers.COMPILING)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (tmp_path / "summary.json").exists()
     before = metrics_of(tmp_path)
@@ -275,12 +264,12 @@ def test_kills_at_any_moment_lose_nothing(straight, tmp_path):
     rng = np.random.default_rng(0)
     command = ["train", f"--workdir={tmp_path}", *helpers.arguments(CONFIG)]
     for seconds in rng.uniform(2, 20, size=4):
-        process = helpers.start(command)
+        process = helpers.start(command, **helpers.COMPILING)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=seconds)
         process.kill()
         process.communicate()
-    process = helpers.start(command)
+    process = helpers.start(command, **helpers.COMPILING)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert metrics_of(tmp_path) == metrics_of(straight)

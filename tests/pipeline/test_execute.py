@@ -213,7 +213,12 @@ def losses_of(config, mesh, steps):
     )
     batch = next(loader)
     loader.close()
-    step = helpers.quickly(setup.train_step(), setup.abstract_state, batch)
+    step = helpers.quickly(
+        setup.train_step(),
+        setup.abstract_state,
+        batch,
+        pipelined=setup.pipelined is not None,
+    )
     losses = []
     for _ in range(steps):
         state, metrics = step(state, batch)

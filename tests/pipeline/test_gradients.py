@@ -57,7 +57,11 @@ def results(setup: Setup, *, seed_config=None):
         )
 
     arguments = jax.device_put((state.params, state.buffers, batch), shardings)
-    compiled = helpers.quickly(jax.jit(gradients, in_shardings=shardings), *arguments)
+    compiled = helpers.quickly(
+        jax.jit(gradients, in_shardings=shardings),
+        *arguments,
+        pipelined=setup.pipelined is not None,
+    )
     return without_key_biases(helpers.host(compiled(*arguments)))
 
 
