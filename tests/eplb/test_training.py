@@ -319,7 +319,7 @@ def test_a_skewed_router_is_levelled():
     """Zipf over experts on 8 devices, a quarter of the slots spare, drifting skew.
 
     The real router with a selection bias; the weights stand still, so that what is left
-    of the imbalance is that of the plan. A buffer of 1.25 of the even share overflows
+    of the imbalance is that of the plan. A buffer of twice the even share overflows
     before and not after.
     """
     config = tiny_config(
@@ -328,7 +328,7 @@ def test_a_skewed_router_is_levelled():
         moe={
             "num_experts": 32,
             "router": "grouped_sigmoid",
-            "buffer_factor": 1.25,
+            "buffer_factor": 2.0,
             "balance_loss": 0.0,
         },
         optimizer={"name": "sgd", "learning_rate": 0.0},
