@@ -22,6 +22,7 @@ from jaxmoe import (
     __version__,
     config_checks,
     gin_config,
+    overlap_command,
     plan_command,
     schedule_command,
 )
@@ -39,6 +40,8 @@ usage: jaxmoe COMMAND [--gin_file=FILE] [--gin.X.y=VALUE] [options]
   plan      place copies of experts: LOADS --replicas=P --groups=G --nodes=N
             --devices=D [--policy=reference|swap|incremental] [--previous=PLAN]
             [--figure=FILE] [--json]
+  overlap   tell how much communication of a profile is hidden: TRACE
+            [--pattern=CLASS=REGEX]... [--section=REGEX] [--figure=FILE] [--json]
 
 Every option of the configuration is set with --gin.SECTION.FIELD=VALUE, for example
 --gin.MoE.num_experts=16 or --gin.Train.steps=200; --gin_file=FILE may be repeated.
@@ -53,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "eval": _eval,
         "schedule": partial(_alone, "schedule", schedule_command),
         "plan": partial(_alone, "plan", plan_command),
+        "overlap": partial(_alone, "overlap", overlap_command),
     }
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_USAGE, end="")

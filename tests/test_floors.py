@@ -18,7 +18,10 @@ FLOORS = (
     ("layers.*", "moe.*"),
     ("model", "loss"),
     ("pipeline.*", "eplb.*"),
-    ("data.*", "optim", "checkpoint*", "metrics*", "plots"),
+    (
+        *("data.*", "optim", "checkpoint*", "metrics*", "plots"),
+        *("trace_file", "trace_kernels", "overlap"),
+    ),
     (
         "train_step",
         "rebalance",
@@ -28,7 +31,7 @@ FLOORS = (
         "evaluate",
         "generate",
     ),
-    ("cli", "schedule_command", "plan_command", "__main__"),
+    ("cli", "schedule_command", "plan_command", "overlap_command", "__main__"),
 )
 WITHOUT_JAX = ("jax", "flax", "optax", "orbax", "grain")
 
