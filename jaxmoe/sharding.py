@@ -115,16 +115,17 @@ def gather_layers(shards: Any, compute: Any, master: Any, places_Rn: np.ndarray)
     dims, rests = zip(*(_pipe_dim(*pair) for pair in specs), strict=True)
     places_Rn = np.maximum(places_Rn, 0)
     mine = jnp.asarray(places_Rn)[jax.lax.axis_index("pipe")]
-    # (R*n, .. / R): to every rank its layers; it gets a part of them from every rank.
+    # (R, n, .. / R): to every rank its layers; it gets a part of them from every rank.
     parts = [
-        leaf[mine] if dim is None else leaf[places_Rn.reshape(-1)].reshape(R, -1)
+        leaf[mine]
+        if dim is None
+        else leaf[places_Rn.reshape(-1)].reshape(R, n, *leaf.shape[1:])
         for leaf, dim in zip(leaves, dims, strict=True)
     ]
     split = [i for i, dim in enumerate(dims) if dim is not None]
-    for i, part in zip(split, _all_to_all([parts[i] for i in split]), strict=True):
-        shape, dim = leaves[i].shape[1:], dims[i]
-        part = jnp.moveaxis(part.reshape(R, n, *shape), 0, dim)
-        parts[i] = part.reshape(n, *shape[: dim - 1], -1, *shape[dim:])
+    swapped = _swap([parts[i] for i in split], [(0, dims[i] + 1) for i in split])
+    for i, part in zip(split, swapped, strict=True):
+        parts[i] = part[0]
     moves = [_added(c, rest) for (c, _), rest in zip(specs, rests, strict=True)]
     return tree.unflatten(_all_gather(parts, moves))
 
@@ -154,15 +155,11 @@ def scatter_sum_layers(
     R, n = places_Rn.shape
     places_Rn = np.where(places_Rn < 0, layers, places_Rn)  # past the end: dropped
     split = [i for i, dim in enumerate(dims) if dim is not None]
-    shapes, sent = {}, []
-    for i in split:
-        shape, dim = parts[i].shape, dims[i]
-        part = parts[i].reshape(*shape[:dim], R, shape[dim] // R, *shape[dim + 1 :])
-        part = jnp.moveaxis(part, dim, 0)  # (n, .., R, d / R, ..) -> (R, n, ..)
-        shapes[i] = part.shape[2:]
-        sent.append(part.reshape(R, -1))
-    for i, part in zip(split, _all_to_all(sent), strict=True):
-        parts[i] = part.reshape(R * n, *shapes[i])
+    sent = [parts[i][None] for i in split]
+    for i, part in zip(
+        split, _swap(sent, [(dims[i] + 1, 0) for i in split]), strict=True
+    ):
+        parts[i] = part.reshape(R * n, *part.shape[2:])
     rank = jax.lax.axis_index("pipe")
     for i, part in enumerate(parts):
         places = jnp.asarray(places_Rn)
@@ -252,15 +249,28 @@ def _reduce_scatter(leaves: list[jax.Array], moves: list[Move]) -> list[jax.Arra
     return done
 
 
-def _all_to_all(rows: list[jax.Array]) -> list[jax.Array]:
-    """Of arrays [R, numbers], row r goes to rank r of `pipe`."""
-    done = list(rows)
-    for group in _groups(rows, [None] * len(rows)):
-        together = jnp.concatenate([rows[i] for i in group], axis=1)
+def _swap(parts: list[jax.Array], ways: list[tuple[int, int]]) -> list[jax.Array]:
+    """Exchanges over `pipe`: each array is cut along its first dimension of a way, and
+    what arrives is put together along the second, in the order of the ranks."""
+    done, R = list(parts), jax.lax.axis_size("pipe")
+    for group in _groups(parts, [None] * len(parts)):
+        if len(group) == 1:  # keeps its shape: a flat copy of large weights is dear
+            (i,) = group
+            cut, joined = ways[i]
+            done[i] = jax.lax.all_to_all(parts[i], "pipe", cut, joined, tiled=True)
+            continue
+        rows = [_cut_into(parts[i], ways[i][0], R) for i in group]
+        together = jnp.concatenate([row.reshape(R, -1) for row in rows], axis=1)
         together = jax.lax.all_to_all(together, "pipe", 0, 0, tiled=True)
-        for i, row, part in _cut(group, [rows[i][0] for i in group], together):
-            done[i] = part.reshape(-1, *row.shape)
+        for i, row, part in _cut(group, [row[0] for row in rows], together):
+            part = part.reshape(R, *row.shape)
+            done[i] = jnp.concatenate(list(part), axis=ways[i][1])
     return done
+
+
+def _cut_into(x: jax.Array, dim: int, parts: int) -> jax.Array:
+    """[.., d, ..] -> [parts, .., d / parts, ..]."""
+    return jnp.stack(jnp.split(x, parts, axis=dim))
 
 
 def _cut(group: list[int], arrays: list[jax.Array], together: jax.Array):

@@ -109,7 +109,7 @@ def run(
       The sums, and the gradient of the inputs: zeros but for the microbatches that
       enter here.
     """
-    works, work_of = _list_works(pipeline)
+    works, work_of = list_works(pipeline)
     gradients_of = np.array([work.gradients_of() for work in works])[work_of]
     table = pipeline.table.columns
     columns = np.stack([work_of, gradients_of, *(table[c] for c in COLUMNS)], axis=1)
@@ -157,8 +157,9 @@ class Work(NamedTuple):
         return self.directions[1] if "B" in self.kinds else -1
 
 
-def _list_works(pipeline: Pipeline) -> tuple[list[Work], np.ndarray]:
-    """The distinct works of a table, and which of them every [tick, rank] has."""
+def list_works(pipeline: Pipeline) -> tuple[list[Work], np.ndarray]:
+    """The distinct works of a pipeline, in the order of the branches, and the number of
+    the one that each [tick, rank] has."""
     table, columns = pipeline.table, pipeline.table.columns
     programs = [id(programs) for _, programs in pipeline.stages]
     first = [programs.index(program) for program in programs]
@@ -175,6 +176,13 @@ def _list_works(pipeline: Pipeline) -> tuple[list[Work], np.ndarray]:
         )
         work_of[place] = found.setdefault(work, len(found))
     return list(found), work_of
+
+
+def head_ticks(table: TickTable) -> np.ndarray:
+    """[ticks, ranks]: where the head runs."""
+    columns = table.columns
+    last = columns["b_stage"] == table.schedule.num_stages - 1
+    return last & (columns["b_microbatch"] >= 0)
 
 
 @partial(

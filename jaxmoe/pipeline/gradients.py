@@ -90,6 +90,7 @@ class PipelinedGradients:
         self.partition = partition(kinds, table.schedule, shared=model.share_layers)
         self.network, self.kinds = network, tuple(dict.fromkeys(kinds))
         directions = range(table.schedule.num_directions)
+        self.traced: Pipeline | None = None  # of the last trace, for reports
         # Per direction and kind, [R, n]: where the weights and the statistics belong.
         self.places = [self._table(d, "place") for d in directions]
         self.ordinals = [self._table(d, "ordinal") for d in directions]
@@ -156,6 +157,7 @@ class PipelinedGradients:
         pipeline = Pipeline(
             self.table, stages, step.context, step.finish, self.alternating, self.fill
         )
+        self.traced = pipeline
         sums, dinputs_MbSD = run(pipeline, weights, ends, inputs_MbSD, sums)
         more = pull(dinputs_MbSD)
         return sums, jax.tree.map(lambda t, m: t + m.astype(t.dtype), dends, more)

@@ -78,15 +78,15 @@ def products(jaxpr):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """What `_list_works` gave last."""
+    """What `list_works` gave last."""
     found = []
-    original = execute._list_works
+    original = execute.list_works
 
     def listen(pipeline):
         found[:] = original(pipeline)
         return found
 
-    monkeypatch.setattr(execute, "_list_works", listen)
+    monkeypatch.setattr(execute, "list_works", listen)
     return found
 
 
