@@ -331,6 +331,11 @@ class Train:
     compilation_cache: str = option(
         "", "folder of jax's persistent compilation cache; '': off"
     )
+    profile_steps: str = option(
+        "",
+        "steps to profile, a number or FIRST-LAST as '10-12'; the trace and how much"
+        " communication was hidden go to profile/ in the run folder; '': none",
+    )
 
 
 SECTIONS = (Mesh, Model, MoE, Pipeline, Balancer, Optimizer, Data, Checkpoint, Train)
@@ -362,6 +367,35 @@ def microbatches(config: Config, ranks: int) -> int:
     """Microbatches of a whole step, over all accumulated parts."""
     parts = config.train.accumulation
     return parts * pipeline_microbatches(config.pipeline, ranks)
+
+
+def profiled_steps(train: Train) -> range:
+    """The steps of `Train.profile_steps`, the first of a run being 1.
+
+    Raises:
+      ConfigError: if the text cannot be read, or the run has no such steps.
+    """
+    text, steps = train.profile_steps, train.steps
+    if not text:
+        return range(0)
+    match = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    name = f"Train.profile_steps={text!r}"
+    if not 1 <= first <= last:
+        end = min(12, steps)
+        remedy = f"'{max(end - 2, 1)}-{end}', or '' to profile none" if end else "''"
+        raise mistake(
+            f"{name} names no steps",
+            "it is a number from 1 on, or two such numbers FIRST-LAST in rising order",
+            f"Set Train.profile_steps={remedy}",
+        )
+    if last > steps:
+        raise mistake(
+            f"{name} goes beyond Train.steps={steps}",
+            "only steps of the run can be profiled",
+            f"Set Train.steps={last} or more, or Train.profile_steps=''",
+        )
+    return range(first, last + 1)
 
 
 def expert_width(model: Model, moe: MoE) -> int:

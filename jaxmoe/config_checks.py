@@ -24,6 +24,7 @@ from jaxmoe.config import (
     microbatches,
     num_replicas,
     pipeline_microbatches,
+    profiled_steps,
 )
 from jaxmoe.config_base import ConfigError, check_multiple, mistake, near
 from jaxmoe.eplb.sizes import check_sizes
@@ -48,6 +49,7 @@ def check(config: Config) -> None:
     _check_data(config)
     base.check_tokenizer_spec(config.data.tokenizer)
     base.check_run_folder(config.train.init_from)
+    profiled_steps(config.train)
     if config.balancer.interval and "moe" not in layer_kinds(config.model):
         raise mistake(
             f"Balancer.interval={config.balancer.interval} with"

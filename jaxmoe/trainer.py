@@ -29,6 +29,7 @@ from jaxmoe.data.records import vocab_size
 from jaxmoe.evaluate import Evaluator
 from jaxmoe.metrics import MetricsWriter, Progress
 from jaxmoe.model import Batch, placement_of
+from jaxmoe.profile import Profile
 from jaxmoe.step_log import Clock, StepLog, is_due
 from jaxmoe.train_step import Setup, StepMetrics, TrainState
 
@@ -127,9 +128,11 @@ class Trainer:
             with (
                 MetricsWriter(self.workdir, resume_step=newest or 0) as writer,
                 Progress(config.train.steps, newest or 0) as progress,
+                Profile(config.train, self.workdir, progress.message) as profile,
             ):
                 log = StepLog(config, writer, progress, self.clock)
                 if train_step:
+                    train_step = profile.around(train_step)
                     state = self._steps(train_step, state, checkpoints, log, stop)
                 checkpoints.wait()
                 summary = self._finish(state, log, writer)
@@ -210,9 +213,7 @@ class Trainer:
 
     def _compile(self) -> CompiledStep:
         before_s = time.perf_counter()
-        setup = self.setup
-        lowered = setup.train_step().lower(setup.abstract_state, setup.abstract_batch())
-        compiled = lowered.compile()
+        compiled = self.setup.traced_step().lower().compile()
         self.compile_s = time.perf_counter() - before_s
         return compiled
 

@@ -249,6 +249,29 @@ MISTAKES = [
         " an earlier training. Give its path, or set Train.init_from='' to start from"
         " random weights.",
     ),
+    (
+        {"Train__profile_steps": "4 to 6"},
+        "Train.profile_steps='4 to 6' names no steps: it is a number from 1 on, or two"
+        " such numbers FIRST-LAST in rising order. Set Train.profile_steps='10-12', or"
+        " '' to profile none.",
+    ),
+    (
+        {"Train__profile_steps": "6-4"},
+        "Train.profile_steps='6-4' names no steps: it is a number from 1 on, or two"
+        " such numbers FIRST-LAST in rising order. Set Train.profile_steps='10-12', or"
+        " '' to profile none.",
+    ),
+    (
+        {"Train__profile_steps": "0"},
+        "Train.profile_steps='0' names no steps: it is a number from 1 on, or two such"
+        " numbers FIRST-LAST in rising order. Set Train.profile_steps='10-12', or '' to"
+        " profile none.",
+    ),
+    (
+        {"Train__profile_steps": "9-12", "Train__steps": 10},
+        "Train.profile_steps='9-12' goes beyond Train.steps=10: only steps of the run"
+        " can be profiled. Set Train.steps=12 or more, or Train.profile_steps=''.",
+    ),
 ]
 
 

@@ -27,6 +27,7 @@ FLOORS = (
         "rebalance",
         "step_log",
         "trainer",
+        "profile",
         "warm_start",
         "evaluate",
         "generate",
