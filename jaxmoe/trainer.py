@@ -213,7 +213,9 @@ class Trainer:
 
     def _compile(self) -> CompiledStep:
         before_s = time.perf_counter()
-        compiled = self.setup.traced_step().lower().compile()
+        setup = self.setup
+        lowered = setup.train_step().lower(setup.abstract_state, setup.abstract_batch())
+        compiled = lowered.compile()
         self.compile_s = time.perf_counter() - before_s
         return compiled
 
