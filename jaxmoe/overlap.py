@@ -260,8 +260,9 @@ def _sections(
 ) -> dict[str, Section]:
     """Figures of what annotations hold.
 
-    A kernel belongs to the annotations around its launch, where the trace says which
-    launch was its own; else to those that last while it runs.
+    A kernel belongs to the annotations around its launch on the same thread, where the
+    trace tells launches. An annotation around none of them, unless it is PyTorch's on
+    the host, holds what runs while it lasts.
     """
     occurrences: dict[str, list[int]] = {}
     for event in _annotations(trace, kernels, pattern):
@@ -270,7 +271,10 @@ def _sections(
     sections = {}
     for name, events in occurrences.items():
         figures = []
-        of_kernel = launches.occurrence(events) if launches.known else None
+        of_kernel = launches.occurrence(events)
+        on_host = trace.categories[trace.category[events[0]]] == _ANNOTATIONS[0]
+        if not (launches.known and on_host) and (of_kernel < 0).all():
+            of_kernel = None  # launched by another thread, or not told
         for number, device in held.items():
             if of_kernel is None:
                 window = _window(trace, kernels, events, number)

@@ -7,6 +7,9 @@ Times of the traces are microseconds, those of the figures milliseconds.
 import gzip
 import json
 import os
+import subprocess
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -325,9 +328,8 @@ def test_pairs_that_do_not_fit_stay_as_they_are(write):
     assert busy == pytest.approx(0.03)
 
 
-def test_gpu(write, capsys):
-    """Streams count, the lines that are derived from them do not. Launches tell what a
-    step holds, though it ended on the host before it ran."""
+def gpu(*more):
+    """A step of JAX on a GPU, launched long before it ran."""
     streams = {1: "Steps", 2: "XLA Ops", 13: "Stream #13(Compute)", 14: "Stream #14"}
 
     def on_gpu(name, ts, dur, tid, number):
@@ -338,7 +340,7 @@ def test_gpu(write, capsys):
         args = {"correlation_id": number}
         return event("cuLaunchKernel", ts, 1, pid=701, tid=1, args=args)
 
-    events = [
+    return [
         *described("/device:GPU:0", streams, pid=1),
         *described("/host:CPU", {1: "python"}, pid=701),
         event("fusion.1", 0, 1000, pid=1, tid=2),
@@ -347,15 +349,35 @@ def test_gpu(write, capsys):
         on_gpu("MemcpyD2D", 400, 100, 13, 7),
         on_gpu("gemm_fusion_dot", 600, 100, 13, 8),
         *(launch(number, 10 * number) for number in (5, 6, 7, 8)),
-        event("train", 45, 20, pid=701, tid=1, args={"step_num": "1"}),
+        *more,
     ]
-    found = figures(capsys, write(events))
+
+
+def test_gpu(write, capsys):
+    """Streams count, the lines that are derived from them do not. Launches tell what a
+    step holds, though it ended on the host before it ran."""
+    step = event("train", 45, 20, pid=701, tid=1, args={"step_num": "1"})
+    found = figures(capsys, write(gpu(step)))
     assert [device["device"] for device in found["devices"]] == ["GPU 0"]
     assert (found["span_ms"], found["compute_ms"]) == (0.6, 0.3)
     assert found["classes"] == {"all_gather": part(0.2, 0.1, 0.1)}
     train = found["sections"]["train"]
     assert (train["span_ms"], train["compute_ms"]) == (0.3, 0.2)
     assert train["exposed_ms"] == 0.1
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        event("train", 250, 100, pid=701, tid=9, args={"step_num": "1"}),
+        event("train", 250, 100, pid=1, tid=1),  # the line of the device for steps
+    ],
+)
+def test_gpu_steps_around_no_launch(step, write, capsys):
+    """They are windows of time, though launches are known."""
+    train = figures(capsys, write(gpu(step)))["sections"]["train"]
+    assert (train["span_ms"], train["compute_ms"]) == (0.1, 0.05)
+    assert (train["communication_ms"], train["exposed_ms"]) == (0.1, 0.05)
 
 
 def test_pytorch_sections(write, capsys):
@@ -575,6 +597,33 @@ def test_mistakes(arguments, parts, tmp_path, write, capsys):
     good = write(PYTORCH, "good.json")
     arguments = [argument.format(tmp=tmp_path, good=good) for argument in arguments]
     helpers.assert_told(["overlap", *arguments], parts, capsys)
+
+
+@pytest.mark.slow
+def test_100_megabytes(tmp_path):
+    """In 30 seconds and 2 GB, as a process of its own."""
+    file = tmp_path / "large.json"
+    names = [f"{GEMM}_{'x' * 100}_{n}" for n in range(50)] + [DISPATCH, COMBINE]
+    with open(file, "w") as out:
+        out.write('{"traceEvents": [')
+        for number in range(380_000):
+            name = names[number % len(names)]
+            one = kernel(name, 10 * number, 15, tid=number % 3, number=number)
+            out.write(f"{json.dumps(one)},\n")
+        out.write(json.dumps(kernel(GEMM, 0, 1)) + "]}")
+    assert file.stat().st_size > 100e6
+    before_s = time.monotonic()
+    code = (
+        "import resource; from jaxmoe import cli;"
+        f"assert cli.main(['overlap', {str(file)!r}, '--json']) == 0;"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    command = [sys.executable, "-c", code]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    *_, found, kilobytes = lines.splitlines()
+    assert time.monotonic() - before_s < 30
+    assert int(kilobytes) < 2e6
+    assert json.loads(found)["classes"]["dispatch"]["kernels"] == 380_000 // 52
 
 
 def test_the_newest_of_a_folder(tmp_path, write):
