@@ -20,6 +20,7 @@ from types import ModuleType
 
 from jaxmoe import (
     __version__,
+    aot_command,
     config_checks,
     gin_config,
     overlap_command,
@@ -37,6 +38,8 @@ usage: jaxmoe COMMAND [--gin_file=FILE] [--gin.X.y=VALUE] [options]
   eval      evaluate a finished run: --workdir=DIR [--json]
   schedule  simulate a pipeline schedule: NAME --ranks=R --microbatches=M
             [--costs=F=1,Bi=1,W=1,FB=3] [--figure=FILE] [--csv=FILE] [--json]
+  aot       compile the train step for a machine that is not there:
+            --topology=v5p:4x4x4 [--search] [--figure=FILE.html] [--json]
   plan      place copies of experts: LOADS --replicas=P --groups=G --nodes=N
             --devices=D [--policy=reference|swap|incremental] [--previous=PLAN]
             [--figure=FILE] [--json]
@@ -56,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "eval": _eval,
         "schedule": partial(_alone, "schedule", schedule_command),
         "plan": partial(_alone, "plan", plan_command),
+        "aot": _aot,
         "overlap": partial(_alone, "overlap", overlap_command),
     }
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -144,6 +148,19 @@ def _eval(arguments: list[str]) -> int:
     if options.json:
         print(json.dumps(figures))
     return 0
+
+
+def _aot(arguments: list[str]) -> int:
+    if "-h" in arguments or "--help" in arguments:
+        print(_USAGE, end="")
+        return 0
+    files, bindings, rest = gin_config.split_arguments(arguments)
+    parser = _Parser(prog="jaxmoe aot", add_help=False, allow_abbrev=False)
+    aot_command.add_arguments(parser)
+    options = parser.parse_args(rest)
+    loaded = gin_config.load(files, bindings)
+    config_checks.check(loaded.config)
+    return aot_command.run(options, loaded.config)
 
 
 def _alone(name: str, command: ModuleType, arguments: list[str]) -> int:

@@ -213,18 +213,25 @@ class Setup:
             compiler_options=compiler_options(self.axis.platform),
         )
 
+    def traced_step(self) -> jax.stages.Traced:
+        """The step traced for its state and batch: what runs is compiled from it, and
+        so is what is estimated."""
+        return self.train_step().trace(self.abstract_state, self.abstract_batch())
+
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """One update. Batch arrays are [M, B / M, ...]."""
         batch = self._numbered(batch, state.step)
         gradients, metrics = self.loss_and_gradients(state.params, state.buffers, batch)
         clip_norm = self.config.optimizer.clip_norm
-        gradients = optim.clip(gradients, metrics.grad_norm, clip_norm)
-        updates, optimizer = self.optimizer.update(
-            gradients, state.optimizer, state.params
-        )
+        with jax.named_scope("optimizer"):
+            gradients = optim.clip(gradients, metrics.grad_norm, clip_norm)
+            updates, optimizer = self.optimizer.update(
+                gradients, state.optimizer, state.params
+            )
+            params = optax.apply_updates(state.params, updates)
         new_state = TrainState(
             step=state.step + 1,
-            params=optax.apply_updates(state.params, updates),
+            params=params,
             buffers=self._update_buffers(state.buffers, metrics.stats),
             optimizer=optimizer,
         )
@@ -276,7 +283,9 @@ class Setup:
     def weights(self, params: Any, buffers: Any) -> Any:
         """Master parts of this device -> weights in the compute layout and type."""
         params = model_lib.compute_weights(params, self.config.model)
-        weights = sharding.gather(model_lib.take_apart(params), *self._layer_specs())
+        with jax.named_scope("weights"):
+            apart = model_lib.take_apart(params)
+            weights = sharding.gather(apart, *self._layer_specs())
         return self._move_experts(carry, weights, buffers)
 
     def _move_experts(self, way: Callable, weights: Any, buffers: Any) -> Any:
@@ -287,7 +296,8 @@ class Setup:
         move = plan_move(placement["rows"], placement["slots"], self.axis.size)
         layers = weights["moe"]
         experts = model_lib.stack([layer["moe"]["experts"] for layer in layers])
-        moved = model_lib.unstack(way(move, experts))
+        with jax.named_scope("move"):
+            moved = model_lib.unstack(way(move, experts))
         pairs = zip(layers, moved, strict=True)
         layers = [
             model_lib.map_experts(old, lambda _, new=new: new) for old, new in pairs
@@ -360,7 +370,8 @@ class Setup:
 
         gradients, (sums, stats) = _sum_over_microbatches(microbatch_gradients, batch)
         gradients = self._move_experts(carry_back, gradients, buffers)
-        gradients = sharding.scatter_sum(gradients, *self._layer_specs(), self.mesh)
+        with jax.named_scope("gradients"):
+            gradients = sharding.scatter_sum(gradients, *self._layer_specs(), self.mesh)
         return model_lib.put_together(gradients), sums, stats
 
     def _initial_state(self) -> TrainState:

@@ -213,9 +213,7 @@ class Trainer:
 
     def _compile(self) -> CompiledStep:
         before_s = time.perf_counter()
-        setup = self.setup
-        lowered = setup.train_step().lower(setup.abstract_state, setup.abstract_batch())
-        compiled = lowered.compile()
+        compiled = self.setup.traced_step().lower().compile()
         self.compile_s = time.perf_counter() - before_s
         return compiled
 

@@ -11,7 +11,10 @@ COMPILER_OPTIONS: dict[str, dict[str, str]] = {
     "cpu": {},
     # Splits every all-to-all into start and done, so that the scheduler can put
     # computation between them; without it the expert exchange is synchronous on TPU.
-    "tpu": {"xla_tpu_enable_async_all_to_all": "true"},
+    "tpu": {
+        "xla_tpu_enable_async_all_to_all": "true",
+        "xla_tpu_enable_async_ragged_all_to_all": "true",
+    },
     # Lets several exchanges be in flight at once.
     "gpu": {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"},
 }

@@ -12,7 +12,8 @@ FLOORS = (
         *("xla_options", "config", "config_base", "config_checks", "config_values"),
         *("gin_config", "pipeline.schedule", "pipeline.schedule_file"),
         *("pipeline.simulate", "pipeline.search", "pipeline.lower", "pipeline.draw"),
-        *("pipeline.partition", "eplb.sizes"),
+        *("pipeline.partition", "eplb.sizes", "aot.chips", "aot.gpu_target"),
+        *("aot.program", "aot.network", "aot.collectives", "aot.timing"),
     ),
     ("mesh", "sharding", "tree_names"),
     ("layers.*", "moe.*"),
@@ -32,7 +33,10 @@ FLOORS = (
         "evaluate",
         "generate",
     ),
-    ("cli", "schedule_command", "plan_command", "overlap_command", "__main__"),
+    (
+        *("cli", "schedule_command", "plan_command", "overlap_command", "__main__"),
+        *("aot_command", "aot.*"),
+    ),
 )
 WITHOUT_JAX = ("jax", "flax", "optax", "orbax", "grain")
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
+from jaxmoe.aot.topology import without_cache
 from jaxmoe.config import Config
 from jaxmoe.mesh import AXES
 from jaxmoe.train_step import Setup
@@ -55,8 +56,8 @@ def topology_mesh(name: str, data: int, expert: int, pipe: int = 1) -> Mesh:
 def compiled_step(config: Config, mesh: Mesh, vocab_size: int) -> str:
     """The scheduled program of the train step."""
     setup = Setup(config, mesh, vocab_size)
-    step = setup.train_step()
-    return step.lower(setup.abstract_state, setup.abstract_batch()).compile().as_text()
+    with without_cache():
+        return setup.traced_step().lower().compile().as_text()
 
 
 def collectives(text: str) -> list[Collective]:

@@ -125,7 +125,8 @@ def run(
         steps = [partial(branches, work) for work in works]
         made = jax.lax.switch(row["work"], steps, row, buffers, dy)
         sums = branches.add(row, sums, made)
-        buffers = branches.keep(row, buffers, made)
+        with jax.named_scope("ticks"):
+            buffers = branches.keep(row, buffers, made)
         enters = (row["b_stage"] == 0) & (row["b_microbatch"] >= 0)
         where = jnp.where(enters, row["b_microbatch"], M)
         gradients = write(gradients, made.gradient, where)

@@ -126,9 +126,10 @@ class PipelinedGradients:
         params = model_lib.compute_weights(params, self.model)
         ends = {name: part for name, part in params.items() if name not in STACKS}
         specs = self._specs(ends)
-        ends = sharding.gather(ends, *specs)
         move = self._move(buffers)
-        weights = self._collect(params, move)
+        with jax.named_scope("weights"):
+            ends = sharding.gather(ends, *specs)
+            weights = self._collect(params, move)
         rows = [self._rows(buffers, places) for places in self.places]
         M = self.table.schedule.num_microbatches
         A = batch["tokens"].shape[0] // M
@@ -143,8 +144,9 @@ class PipelinedGradients:
                 lambda carry, part: (one(carry, part), None), (sums, dends), parts
             )
         dends = jax.tree.map(jnp.add, dends, sums.head)
-        gradients = sharding.scatter_sum(dends, *specs, self.mesh)
-        gradients |= self._distribute(sums, move)
+        with jax.named_scope("gradients"):
+            gradients = sharding.scatter_sum(dends, *specs, self.mesh)
+            gradients |= self._distribute(sums, move)
         losses = jax.lax.psum(sums.finish, AXIS)
         return gradients, losses, self._statistics(sums)
 
@@ -180,7 +182,8 @@ class PipelinedGradients:
             specs = self._specs(params[kind], kind)
             stack = sharding.gather_layers(params[kind], *specs, places)
             if move and kind == "moe":
-                stack = model_lib.map_experts(stack, partial(carry, move))
+                with jax.named_scope("move"):
+                    stack = model_lib.map_experts(stack, partial(carry, move))
             layers = iter(model_lib.unstack(stack, places.shape[1]))
             for found, of_direction in zip(weights, self.places, strict=True):
                 n = of_direction[kind].shape[1]
@@ -194,7 +197,8 @@ class PipelinedGradients:
             layers = [layer for of in sums.weights for layer in of[kind]]
             stack = model_lib.stack(layers)
             if move and kind == "moe":
-                stack = model_lib.map_experts(stack, partial(carry_back, move))
+                with jax.named_scope("move"):
+                    stack = model_lib.map_experts(stack, partial(carry_back, move))
             found[kind] = sharding.scatter_sum_layers(
                 stack,
                 *self._specs(None, kind),
