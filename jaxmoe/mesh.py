@@ -13,14 +13,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType
 
 from jaxmoe import config as config_lib
 from jaxmoe import config_checks
 from jaxmoe.config import Config, ConfigError
+from jaxmoe.config_base import mistake
 
 AXES = ("data", "expert", "pipe")
 BATCH_AXES = ("data", "expert")
@@ -148,10 +152,40 @@ def _resolve(config: Config, pipe: int, num_devices: int) -> Sizes:
 def make_mesh(sizes: Sizes) -> jax.sharding.Mesh:
     """The mesh over all devices, with axes that the compiler may partition."""
     if sizes.devices != jax.device_count():
-        # jax.make_mesh would silently leave devices out.
+        # A mesh of fewer would silently leave devices out.
         raise ConfigError(_size_error(sizes.__dict__, jax.device_count()))
-    shape = (sizes.data, sizes.expert, sizes.pipe)
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return lay_out(sizes, jax.devices())
+
+
+def lay_out(sizes: Sizes, devices: Sequence[Any]) -> jax.sharding.Mesh:
+    """Devices as a mesh, neighbours on the network near each other on its axes.
+
+    Slices are told apart along `data` if it divides, since gradients cross it once per
+    step; else along `pipe`.
+
+    Raises:
+      ConfigError: if neither can be split over the slices.
+    """
+    shape = [sizes.data, sizes.expert, sizes.pipe]
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        grid = mesh_utils.create_device_mesh(
+            shape, devices, allow_split_physical_axes=True
+        )
+    else:
+        between = [1, 1, 1]
+        outer = next((i for i in (0, 2) if shape[i] % slices == 0), None)
+        if outer is None:
+            raise mistake(
+                f"Mesh.data={sizes.data} and Mesh.pipe={sizes.pipe} on {slices} slices",
+                "experts exchange inside a slice, so data or pipe is split over slices",
+                f"Set Mesh.data={slices}",
+            )
+        between[outer], shape[outer] = slices, shape[outer] // slices
+        grid = mesh_utils.create_hybrid_device_mesh(
+            shape, between, devices, allow_split_physical_axes=True
+        )
+    return jax.sharding.Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def single_device_mesh() -> jax.sharding.Mesh:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 COMPILER_OPTIONS: dict[str, dict[str, str]] = {
     "cpu": {},
-    # Splits every all-to-all into start and done, so that the scheduler can put
-    # computation between them; without it the expert exchange is synchronous on TPU.
     "tpu": {
+        # An all-to-all gets a start and a done, so that the scheduler can put
+        # computation between them; without it the exchange of tokens is synchronous.
         "xla_tpu_enable_async_all_to_all": "true",
         "xla_tpu_enable_async_ragged_all_to_all": "true",
+        # Without it the scheduler leaves every fourth exchange of an F&B, and all of a
+        # backward by itself, with nothing beside them (docs/aot.md has the figures).
+        "xla_tpu_enable_all_experimental_scheduler_features": "true",
     },
     # Lets several exchanges be in flight at once.
     "gpu": {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"},

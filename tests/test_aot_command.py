@@ -3,6 +3,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from jaxmoe import cli
@@ -10,7 +11,8 @@ from jaxmoe.aot import estimate as estimate_lib
 from jaxmoe.aot.chips import CHIPS
 from jaxmoe.aot.search import candidates
 from jaxmoe.aot.topology import Topology, topology
-from jaxmoe.mesh import resolve_sizes
+from jaxmoe.config import ConfigError
+from jaxmoe.mesh import Sizes, resolve_sizes
 from jaxmoe.train_step import Setup
 from jaxmoe.trainer import Trainer
 from tests import helpers
@@ -132,6 +134,22 @@ def test_report_of_a_pipeline(capsys, tmp_path):
     assert "<svg" in picture.read_text()
 
 
+def test_report_for_gpus(capsys):
+    """16 GPUs on two hosts: bytes, fit and collectives, and what the times rest on."""
+    pytest.importorskip("jax_cuda13_plugin", reason="pip install -e '.[aot-gpu]'")
+    config = changed(SMALL, mesh={"data": 2, "expert": 8, "pipe": 1})
+    arguments = helpers.arguments(config)
+    code, captured = run(capsys, "--topology=h200:1x2x8", "--json", *arguments)
+    assert code == 0, captured.err
+    found = json.loads(captured.out.splitlines()[-1])
+    assert set(found) == KEYS
+    assert found["fits"]
+    exchanges = [r for r in found["collectives"] if "all-to-all" in r["kind"]]
+    assert exchanges
+    assert all(row["axis"] == "expert" for row in exchanges)
+    assert "no kernel was run" in captured.out
+
+
 def test_candidates_of_a_search():
     """All three sizes, those that the model allows; what is given stays."""
     free = changed(SMALL, mesh={"data": "auto", "expert": "auto", "pipe": "auto"})
@@ -141,6 +159,37 @@ def test_candidates_of_a_search():
     assert all(resolve_sizes(c, 8).devices == 8 for c in found)
     given = changed(free, mesh={"expert": 2})
     assert {c.mesh.expert for c in candidates(given, 8)} == {2}
+
+
+@pytest.fixture
+def libtpu(monkeypatch):
+    pytest.importorskip("libtpu", reason="pip install -e '.[aot]'")
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+
+def test_axes_may_share_a_dimension_of_the_torus(libtpu):
+    """64 chips of 4 x 4 x 4 as 1 x 32 x 2: every chip once."""
+    machine = topology("v5p:4x4x4")
+    mesh = machine.mesh(Sizes(1, 32, 2, ""))
+    assert mesh.devices.shape == (1, 32, 2)
+    assert len({device.id for device in mesh.devices.flat}) == 64
+    assert machine.network(mesh).rings == (True, True, True)
+
+
+@pytest.mark.parametrize(("sizes", "axis"), [((2, 16, 1), 0), ((1, 16, 2), 2)])
+def test_two_slices_differ_along_one_axis(libtpu, sizes, axis):
+    """Along data if it divides, else along pipe; never along expert."""
+    machine = topology("v5e:4x4*2")
+    mesh = machine.mesh(Sizes(*sizes, ""))
+    slices = np.vectorize(lambda device: device.slice_index)(mesh.devices)
+    first, second = np.split(slices, 2, axis=axis)
+    assert np.unique(first).size == np.unique(second).size == 1
+    assert first.flat[0] != second.flat[0]
+
+
+def test_experts_do_not_cross_slices(libtpu):
+    with pytest.raises(ConfigError, match=r"Set Mesh\.data=2"):
+        topology("v5e:4x4*2").mesh(Sizes(1, 32, 1, ""))
 
 
 def test_no_topology_is_invented():

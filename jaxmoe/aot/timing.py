@@ -156,9 +156,50 @@ class Machine:
             return 0.0
         if instruction.target == "tpu_custom_call":
             return self._kernel(instruction)
-        if instruction.opcode in ("custom-call", "while", "conditional"):
+        if instruction.opcode in ("while", "conditional"):
             return 0.0
-        return 2 * sum(a.bytes for a in instruction.results) / self.chip.memory_rate
+        if instruction.opcode == "custom-call" and "gemm" not in instruction.target:
+            return 0.0
+        products = sum(map(self._product, self._products(instruction)))
+        given = sum(
+            array.bytes
+            for name in instruction.operands
+            for array in self._results.get(name, ())
+        )
+        moved = given + sum(array.bytes for array in instruction.results)
+        if self.chip.clock:  # a TPU's products have estimates; the rest moves bytes
+            products, moved = 0.0, 2 * sum(a.bytes for a in instruction.results)
+        return max(products / self.chip.flops, moved / self.chip.memory_rate)
+
+    def _products(self, instruction: Instruction) -> list[Instruction]:
+        """The matrix products that one instruction is made of."""
+        if instruction.opcode in ("custom-call", "dot"):
+            return [instruction]
+        if instruction.opcode != "fusion":
+            return []
+        called = instruction.called
+        return [
+            i
+            for name in called
+            for i in self.program.reached(name)
+            if i.opcode == "dot"
+        ]
+
+    def _product(self, product: Instruction) -> float:
+        """Operations of [.., m, k] x [.., k, n] -> [.., m, n], in any order."""
+        shapes = [
+            array.shape
+            for name in product.operands[:2]
+            for array in self._results.get(name, ())[:1]
+        ]
+        shapes += [product.results[0].shape] if product.results else []
+        if len(shapes) < 3:
+            return 0.0
+        batch = shapes[0][0] if all(len(shape) > 2 for shape in shapes) else 1
+        if any(shape[0] != batch for shape in shapes):
+            batch = 1
+        size = math.prod(math.sqrt(math.prod(shape)) for shape in shapes)
+        return 2.0 * size / math.sqrt(batch)
 
     def _worked(self, instruction: Instruction) -> float:
         """Share of the estimated work that is done: a masked product skips the blocks

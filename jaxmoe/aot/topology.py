@@ -23,7 +23,7 @@ from jaxmoe.aot import network
 from jaxmoe.aot.chips import CHIPS, Chip
 from jaxmoe.aot.gpu_target import gpu_target
 from jaxmoe.config_base import mistake
-from jaxmoe.mesh import AXES, Sizes
+from jaxmoe.mesh import AXES, Sizes, lay_out
 
 _NAME = re.compile(r"(\w+):(\d+(?:x\d+)*)(?:\*(\d+))?$")
 
@@ -45,16 +45,10 @@ class Topology:
     platform: str
 
     def mesh(self, sizes: Sizes) -> Mesh:
-        """The mesh of these sizes, as jax.make_mesh lays it out."""
+        """The mesh of these sizes, laid out as training lays it out."""
+        if self.platform == "tpu":
+            return lay_out(sizes, self.devices)
         shape = (sizes.data, sizes.expert, sizes.pipe)
-        slices = {getattr(d, "slice_index", 0) for d in self.devices}
-        if self.platform == "tpu" and len(slices) == 1:
-            return jax.make_mesh(
-                shape,
-                AXES,
-                axis_types=(AxisType.Auto,) * len(AXES),
-                devices=self.devices,
-            )
         devices = np.asarray(self.devices).reshape(shape)
         return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
