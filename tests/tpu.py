@@ -7,13 +7,12 @@ import functools
 import re
 from typing import NamedTuple
 
-import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
-from jaxmoe.aot.topology import without_cache
+from jaxmoe.aot.topology import topology, without_cache
 from jaxmoe.config import Config
-from jaxmoe.mesh import AXES
+from jaxmoe.mesh import Sizes
 from jaxmoe.train_step import Setup
 
 KINDS = (
@@ -40,16 +39,7 @@ class Collective(NamedTuple):
 def topology_mesh(name: str, data: int, expert: int, pipe: int = 1) -> Mesh:
     """A mesh over the chips of a slice such as 'v5e:2x4'; skips without libtpu."""
     pytest.importorskip("libtpu", reason="pip install -e '.[aot]'")
-    from jax.experimental import topologies
-
-    with pytest.MonkeyPatch.context() as patch:
-        # Do not ask a metadata server which slice this machine is part of.
-        patch.setenv("TPU_SKIP_MDS_QUERY", "1")
-        # No chip is used, so other processes need not be kept from it.
-        patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-        topology = topologies.get_topology_desc(name, "tpu")
-    devices = np.asarray(topology.devices).reshape(data, expert, pipe)
-    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return topology(name).mesh(Sizes(data, expert, pipe, ""))
 
 
 @functools.lru_cache

@@ -7,10 +7,9 @@ import html
 from pathlib import Path
 from typing import Any
 
+from jaxmoe.aot.chips import GIB
 from jaxmoe.aot.estimate import Estimate
 from jaxmoe.aot.timing import Timed
-
-GIB = 2**30
 
 
 def figures(estimate: Estimate) -> dict[str, Any]:

@@ -8,8 +8,9 @@ import json
 from collections.abc import Iterator
 
 from jaxmoe import config_checks
+from jaxmoe.aot.chips import GIB
 from jaxmoe.aot.estimate import Estimate, estimate
-from jaxmoe.aot.report import GIB, figures
+from jaxmoe.aot.report import figures
 from jaxmoe.aot.topology import Topology
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.mesh import resolve_sizes

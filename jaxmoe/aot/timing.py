@@ -160,16 +160,16 @@ class Machine:
             return 0.0
         if instruction.opcode == "custom-call" and "gemm" not in instruction.target:
             return 0.0
+        made = sum(array.bytes for array in instruction.results)
+        if self.chip.clock:  # products have estimates; what has none moves bytes
+            return 2 * made / self.chip.memory_rate
         products = sum(map(self._product, self._products(instruction)))
         given = sum(
             array.bytes
             for name in instruction.operands
             for array in self._results.get(name, ())
         )
-        moved = given + sum(array.bytes for array in instruction.results)
-        if self.chip.clock:  # a TPU's products have estimates; the rest moves bytes
-            products, moved = 0.0, 2 * sum(a.bytes for a in instruction.results)
-        return max(products / self.chip.flops, moved / self.chip.memory_rate)
+        return max(products / self.chip.flops, (given + made) / self.chip.memory_rate)
 
     def _products(self, instruction: Instruction) -> list[Instruction]:
         """The matrix products that one instruction is made of."""
