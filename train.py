@@ -6,4 +6,4 @@ import sys
 from jaxmoe import cli
 
 if __name__ == "__main__":
-    sys.exit(cli.main(["train", *sys.argv[1:]]))
+    cli.command(["train", *sys.argv[1:]])

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 from jaxmoe import (
     __version__,
@@ -78,6 +80,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as mistake:
         print(f"jaxmoe: {mistake}", file=sys.stderr)
         return EXIT_MISTAKE
+    except KeyboardInterrupt:
+        print("jaxmoe: interrupted", file=sys.stderr)
+        return EXIT_STOPPED
+
+
+def command(argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs a command and ends the process with its exit code, also if a signal came
+    while something was being compiled: the compiler cannot be interrupted, and Python
+    would wait for it.
+    """
+    code = main(argv)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    trainer = sys.modules.get("jaxmoe.trainer")  # not there: nothing was compiled
+    if trainer and trainer.is_compiling():
+        os._exit(code)
+    sys.exit(code)
 
 
 def _train(arguments: list[str]) -> int:

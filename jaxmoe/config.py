@@ -327,6 +327,11 @@ class Train:
     log_every: int = option(10, "steps between logged metrics", low=1)
     eval_every: int = option(0, "steps between evaluations; 0: only at the end", low=0)
     eval_batches: int = option(4, "held-out batches of an evaluation", low=0)
+    nonfinite: Literal["stop", "skip"] = option(
+        "stop",
+        "when a loss or a gradient is not finite: 'stop' ends the run, 'skip' leaves"
+        " out that update and goes on; neither saves it",
+    )
     init_from: str = option("", "run folder whose weights start this run; '': none")
     compilation_cache: str = option(
         "", "folder of jax's persistent compilation cache; '': off"

@@ -29,6 +29,14 @@ from jaxmoe.model import Batch
 from jaxmoe.train_step import BATCH_SPEC, Setup
 
 
+class EvaluationStopped(Exception):
+    """Somebody asked to stop before the end."""
+
+
+def _never() -> bool:
+    return False
+
+
 class Caption(NamedTuple):
     """A generated caption beside the truth."""
 
@@ -44,6 +52,11 @@ class Evaluation(NamedTuple):
     captions: list[Caption]
 
 
+def _check(stopped: Callable[[], bool]) -> None:
+    if stopped():
+        raise EvaluationStopped
+
+
 class Evaluator:
     """Evaluates the weights of one run; compiles at its first use."""
 
@@ -54,8 +67,17 @@ class Evaluator:
         self._losses = self._make_losses()
         self._generate = self._make_generator()
 
-    def __call__(self, params: Any, buffers: Any) -> Evaluation:
+    def __call__(
+        self, params: Any, buffers: Any, stopped: Callable[[], bool] = _never
+    ) -> Evaluation:
         """Evaluates every task that has a weight in training.
+
+        Args:
+          params, buffers: of the model.
+          stopped: asked before each batch.
+
+        Raises:
+          EvaluationStopped: if `stopped` said so.
 
         Returns:
           Figures: `eval_loss_<task>` (nats per token), `eval_perplexity_<task>`,
@@ -65,10 +87,10 @@ class Evaluator:
         figures: dict[str, float] = {}
         tasks = task_weights(self._config.data)
         for task in tasks:
-            figures |= self._task_figures(params, buffers, task)
+            figures |= self._task_figures(params, buffers, task, stopped)
         if "caption" not in tasks:
             return Evaluation(figures, [])
-        captions = list(self._captions(params, buffers))
+        captions = list(self._captions(params, buffers, stopped))
         right = {language: [] for language in LANGUAGES}
         for caption in captions:
             right[caption.language].append(caption.generated == caption.truth)
@@ -78,12 +100,19 @@ class Evaluator:
             figures[f"caption_exact_match_{language}"] = float(np.mean(matches))
         return Evaluation(figures, captions)
 
-    def _task_figures(self, params: Any, buffers: Any, task: str) -> dict[str, float]:
+    def _task_figures(
+        self,
+        params: Any,
+        buffers: Any,
+        task: str,
+        stopped: Callable[[], bool] = _never,
+    ) -> dict[str, float]:
         config, which = self._config, TASKS.index(task)
         total = np.zeros(3)
         for batch in held_out_batches(
             config.data, config.model, task, self._rows, config.train.eval_batches
         ):
+            _check(stopped)
             batch = jax.device_put(batch, self._setup.batch_sharding)
             sums = self._losses(params, buffers, batch)
             total += [float(x[which]) for x in (sums.nll, sums.correct, sums.tokens)]
@@ -96,7 +125,9 @@ class Evaluator:
             f"eval_accuracy_{task}": correct / tokens,
         }
 
-    def _captions(self, params: Any, buffers: Any) -> Iterator[Caption]:
+    def _captions(
+        self, params: Any, buffers: Any, stopped: Callable[[], bool]
+    ) -> Iterator[Caption]:
         """Captions of all held-out images in every language, written step by step."""
         config, tokenizer = self._config, self._tokenizer
         images, labels = held_out_images(config.data)
@@ -108,6 +139,7 @@ class Evaluator:
         ]
         sharding = NamedSharding(self._setup.mesh, P(BATCH_AXES))
         for start in range(0, len(wanted), self._rows):
+            _check(stopped)
             part = wanted[start : start + self._rows]
             filled = part + part[:1] * (self._rows - len(part))
             prompts = [

@@ -70,6 +70,12 @@ def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformatio
     )
 
 
+def updates_done(optimizer: Any) -> int:
+    """Updates that an optimizer's state has seen: steps but those that were skipped."""
+    found = optax.tree_utils.tree_get_all_with_path(optimizer, "count")
+    return int(found[0][1])
+
+
 def decay_mask(params: Any) -> Any:
     """True for each parameter that weight decay reaches."""
     return jax.tree_util.tree_map_with_path(

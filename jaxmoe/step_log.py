@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -21,9 +20,12 @@ from jaxmoe.metrics import (
     load_statistics,
     load_statistics_by_layer,
 )
+from jaxmoe.nonfinite import SpikeRule, is_finite
 from jaxmoe.optim import learning_rate
 from jaxmoe.rebalance import Report
 from jaxmoe.train_step import StepMetrics
+
+MOST_SKIPPED = 10  # steps in a row; after that the run stops
 
 
 class RunError(RuntimeError):
@@ -81,23 +83,38 @@ class Clock:
 class StepLog:
     """Waits for steps, checks them, and writes their figures where they are due.
 
+    Args:
+      skipped: steps up to now whose update was left out.
+      losses: the last losses before, see `SpikeRule`.
+
     Attributes:
       last: the newest figures that were written, but for lists.
+      spikes: the rule by which a loss is a spike.
     """
 
     def __init__(
-        self, config: Config, writer: MetricsWriter, progress: Progress, clock: Clock
+        self,
+        config: Config,
+        writer: MetricsWriter,
+        progress: Progress,
+        clock: Clock,
+        *,
+        skipped: int = 0,
+        losses: Iterable[float] = (),
     ):
         self._config, self._writer, self._progress = config, writer, progress
         self._clock = clock
         self.last: dict[str, float] = {}
         self._notes: dict[str, Any] = {}
         self._rate = learning_rate(config.optimizer, config.train.steps)
+        self._skipped, self._skipped_in_a_row = skipped, 0
+        self.spikes = SpikeRule(losses)
 
     def record(
         self,
         step: int,
         metrics: StepMetrics,
+        first_nonfinite: Callable[[StepMetrics], str],
         evaluate: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
         """Ends a step.
@@ -105,27 +122,27 @@ class StepLog:
         Args:
           step: Updates done with it.
           metrics: Of this step; waits until they are there.
+          first_nonfinite: Says what was not finite first, if something was not.
           evaluate: Gives figures of an evaluation to be written beside them.
 
         Raises:
-          RunError: if the loss or the gradient norm is not finite.
+          RunError: if the loss or the gradient is not finite, unless that is skipped.
         """
         metrics = self._clock.wait(metrics)
         nll, tokens = metrics.sums.nll, metrics.sums.tokens
         loss = float(nll.sum() / max(tokens.sum(), 1.0))
-        if not (math.isfinite(loss) and math.isfinite(float(metrics.grad_norm))):
-            raise RunError(
-                f"step {step}: loss {loss}, gradient norm {float(metrics.grad_norm)}."
-                " Both must be finite. Nothing of this step was saved; lower"
-                " Optimizer.learning_rate or set Optimizer.clip_norm."
-            )
+        skipped, rate = not is_finite(metrics), self._rate(step - 1 - self._skipped)
+        if skipped:
+            self._skip(step, loss, metrics, first_nonfinite(metrics))
         with self._clock.host():
             self._progress.step(step)
+            spike = None if skipped else self._spike(step, loss)
             train = self._config.train
             due = step == 1 or is_due(step, train.steps, train.log_every)
-            if not due and evaluate is None:
+            if not (due or skipped or spike or evaluate):
                 return
-            values = self._values(step, loss, metrics) | self._notes
+            values = self._values(loss, float(np.asarray(rate)), metrics)
+            values |= self._notes | (spike or {})
             self._notes = {}
         if evaluate:
             values |= evaluate()
@@ -134,6 +151,39 @@ class StepLog:
         with self._clock.host():
             self._writer.write(step, values)
             self._progress.log(step, values)
+
+    def _skip(self, step: int, loss: float, metrics: StepMetrics, first: str) -> None:
+        """Counts a step without an update, or ends the run."""
+        fact = (
+            f"step {step}: loss {loss}, gradient norm {float(metrics.grad_norm)}. The"
+            f" first that was not finite: {first}."
+        )
+        self._skipped += 1
+        self._skipped_in_a_row += 1
+        if self._config.train.nonfinite == "stop":
+            remedy = "lower Optimizer.learning_rate or set Optimizer.clip_norm"
+        elif metrics.nonfinite[0].any():
+            remedy = "no step can be made with such parameters"
+        elif self._skipped_in_a_row >= MOST_SKIPPED:
+            remedy = f"{MOST_SKIPPED} steps in a row were skipped"
+        else:
+            self._progress.message(f"{fact} Its update was skipped.")
+            return
+        raise RunError(
+            f"{fact} Both must be finite. Nothing of this step was saved; {remedy}."
+        )
+
+    def _spike(self, step: int, loss: float) -> dict[str, float] | None:
+        """Tells a spike of the loss."""
+        self._skipped_in_a_row = 0
+        median = self.spikes(loss)
+        if median is None:
+            return None
+        self._progress.message(
+            f"step {step}: the loss {loss:.4f} is a spike; the median of the steps"
+            f" before is {median:.4f}"
+        )
+        return {"loss_spike": loss - median}
 
     def rebalanced(self, step: int, report: Report) -> None:
         """Notes what a rebalance did, for the next line that is written; waits for it.
@@ -152,7 +202,7 @@ class StepLog:
             "rebalance_refused": int(report.refused),
         }
 
-    def _values(self, step: int, loss: float, metrics: StepMetrics) -> dict[str, Any]:
+    def _values(self, loss: float, rate: float, metrics: StepMetrics) -> dict[str, Any]:
         """One line of metrics.jsonl."""
         config, sums = self._config, metrics.sums
         step_s = self._clock.seconds[-1]
@@ -160,10 +210,12 @@ class StepLog:
         values: dict[str, Any] = {
             "loss": loss,
             "grad_norm": float(metrics.grad_norm),
-            "learning_rate": float(np.asarray(self._rate(step - 1))),
+            "learning_rate": rate,
             "step_s": step_s,
             "tokens_per_s": positions / step_s,
         }
+        if config.train.nonfinite == "skip":
+            values["skipped_steps"] = self._skipped
         for task, nll, tokens in zip(TASKS, sums.nll, sums.tokens, strict=True):
             if tokens:
                 values[f"loss_{task}"] = float(nll / tokens)

@@ -40,6 +40,7 @@ from jaxmoe.model import Batch
 from jaxmoe.moe import balance
 from jaxmoe.moe.exchange import expert_axis
 from jaxmoe.moe.router import MoEStats
+from jaxmoe.parts import nonfinite_parts
 from jaxmoe.pipeline.gradients import PipelinedGradients
 from jaxmoe.pipeline.lower import lower
 from jaxmoe.pipeline.schedule import build
@@ -76,6 +77,8 @@ class StepMetrics:
       sums: losses by task.
       stats: of the MoE layers, stacked [L, ...]; None without such layers.
       grad_norm: global norm before clipping, each parameter counted once.
+      nonfinite: numbers that are not finite in each part (jaxmoe.parts) of the
+        parameters before the step, and of the gradients, [2, F].
       device_load_LX: tokens of each device along `expert` by the placement in force,
         when copies share theirs evenly; None without a placement.
     """
@@ -83,6 +86,7 @@ class StepMetrics:
     sums: LossSums
     stats: MoEStats | None
     grad_norm: jax.Array
+    nonfinite: jax.Array
     device_load_LX: jax.Array | None = None
 
 
@@ -219,8 +223,11 @@ class Setup:
         return self.train_step().trace(self.abstract_state, self.abstract_batch())
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        """One update. Batch arrays are [M, B / M, ...]."""
-        batch = self._numbered(batch, state.step)
+        """One update. Batch arrays are [M, B / M, ...].
+
+        If the loss or the gradient is not finite, only the number of the step changes.
+        """
+        batch = self.numbered(batch, state.step)
         gradients, metrics = self.loss_and_gradients(state.params, state.buffers, batch)
         clip_norm = self.config.optimizer.clip_norm
         with jax.named_scope("optimizer"):
@@ -230,11 +237,16 @@ class Setup:
             )
             params = optax.apply_updates(state.params, updates)
         new_state = TrainState(
-            step=state.step + 1,
+            step=state.step,
             params=params,
             buffers=self._update_buffers(state.buffers, metrics.stats),
             optimizer=optimizer,
         )
+        finite = jnp.isfinite(jnp.sum(metrics.sums.nll)) & jnp.isfinite(
+            metrics.grad_norm
+        )
+        new_state = jax.tree.map(partial(jnp.where, finite), new_state, state)
+        new_state = dataclasses.replace(new_state, step=state.step + 1)
         placement = model_lib.placement_of(state.buffers)
         if placement is not None and metrics.stats is not None:
             load_LE = self._load(metrics.stats)
@@ -242,7 +254,7 @@ class Setup:
             metrics = dataclasses.replace(metrics, device_load_LX=load_LX)
         return new_state, metrics
 
-    def _numbered(self, batch: Batch, step: jax.Array) -> Batch:
+    def numbered(self, batch: Batch, step: jax.Array) -> Batch:
         """The batch with each sequence's number, and its key where one is needed."""
         M, B = batch["task"].shape[:2]
         number = jnp.arange(M * B, dtype=jnp.int32).reshape(M, B)
@@ -340,9 +352,14 @@ class Setup:
                 strict=True,
             )
         )
-        square = jax.lax.psum(square, self.mesh.axis_names)
+        counts_F = [nonfinite_parts(params), nonfinite_parts(gradients)]
+        totals = jnp.concatenate([jnp.reshape(square, 1), *counts_F])  # one all-reduce
+        square, *counts_F = jnp.split(
+            jax.lax.psum(totals, self.mesh.axis_names), (1, 1 + counts_F[0].size)
+        )
         sums, stats = jax.lax.psum((sums, stats), BATCH_AXES)
-        return gradients, StepMetrics(sums, stats, jnp.sqrt(square))
+        norm, nonfinite = jnp.sqrt(square[0]), jnp.stack(counts_F)
+        return gradients, StepMetrics(sums, stats, norm, nonfinite)
 
     def _plain_gradients(
         self, params: Any, buffers: Any, batch: Batch, target_tokens: jax.Array

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,16 @@ from jaxmoe.checkpoint import Checkpointer
 from jaxmoe.config import Balancer, Config
 from jaxmoe.data.loader import Loader
 from jaxmoe.data.records import vocab_size
-from jaxmoe.evaluate import Evaluator
+from jaxmoe.evaluate import EvaluationStopped, Evaluator
 from jaxmoe.metrics import MetricsWriter, Progress
 from jaxmoe.model import Batch, placement_of
+from jaxmoe.nonfinite import FirstNonFinite
+from jaxmoe.optim import updates_done
 from jaxmoe.profile import Profile
-from jaxmoe.step_log import Clock, StepLog, is_due
+from jaxmoe.step_log import Clock, RunError, StepLog, is_due
 from jaxmoe.train_step import Setup, StepMetrics, TrainState
 
+_BACKGROUND = "jaxmoe-start"  # name of the threads in which a run is made ready
 SAMPLES = 3  # captions per language that are printed beside the truth
 
 
@@ -44,7 +48,8 @@ class Stopped(Exception):
 
 
 class _StopFlag:
-    """Set by SIGTERM and SIGINT inside the `with`; looked at between steps.
+    """Set by SIGTERM and SIGINT inside the `with`; looked at between steps, between
+    the batches of an evaluation, and while the step compiles.
 
     Attributes:
       signal: Name of the signal, '' before one came.
@@ -64,6 +69,10 @@ class _StopFlag:
 
     def _set(self, number: int, _: Any) -> None:
         self.signal = signal.Signals(number).name
+
+    def is_set(self) -> bool:
+        """Whether a signal came."""
+        return bool(self.signal)
 
 
 class Trainer:
@@ -94,6 +103,7 @@ class Trainer:
         )
         self.evaluator = Evaluator(self.setup)
         placed = placement_of(self.setup.abstract_state.buffers) is not None
+        self.first_nonfinite = FirstNonFinite(self.setup)
         self.rebalancer = rebalance.Rebalancer(self.setup) if placed else None
         self.clock = Clock()
         self.compile_s = 0.0
@@ -102,8 +112,8 @@ class Trainer:
         """Trains to the end and returns what summary.json holds.
 
         Raises:
-          RunError: if the loss is not finite.
-          Stopped: after a signal, with the state saved.
+          RunError: if a loss or a gradient is not finite.
+          Stopped: after a signal, with the state saved if there was a step.
         """
         config = self.config
         checkpoints = Checkpointer(
@@ -120,22 +130,29 @@ class Trainer:
             # What can be the user's mistake comes first; then what is on disk changes.
             make_state = self._first_state(checkpoints, newest)
             (self.workdir / "config.gin").write_text(self.config_text, "utf-8")
-            with ThreadPoolExecutor(1) as background:
-                # While the step compiles, the first state is made or restored.
-                step = background.submit(self._compile) if left > 0 else None
-                state = make_state()
-                train_step = step.result() if step else None
+            # While the step compiles, the first state is made or restored.
+            compiling = _in_background(self._compile) if left > 0 else None
+            state = _result(_in_background(make_state), stop)
+            train_step = _result(compiling, stop) if compiling else None
+            notes = checkpoints.extra(newest) if newest is not None else {}
             with (
                 MetricsWriter(self.workdir, resume_step=newest or 0) as writer,
                 Progress(config.train.steps, newest or 0) as progress,
                 Profile(config.train, self.workdir, progress.message) as profile,
             ):
-                log = StepLog(config, writer, progress, self.clock)
+                log = StepLog(
+                    config,
+                    writer,
+                    progress,
+                    self.clock,
+                    skipped=int(state.step) - updates_done(state.optimizer),
+                    losses=notes.get("losses", ()),
+                )
                 if train_step:
                     train_step = profile.around(train_step)
                     state = self._steps(train_step, state, checkpoints, log, stop)
                 checkpoints.wait()
-                summary = self._finish(state, log, writer)
+                summary = self._finish(state, log, writer, stop)
         plots.write_plots(self.workdir)
         return summary
 
@@ -179,26 +196,25 @@ class Trainer:
         train = self.config.train
         batch = self._next_batch()
         self.clock.restart()
-        previous: StepMetrics | None = None
+        last: tuple[int, StepMetrics, Batch] | None = None  # not recorded yet
         for step in range(int(state.step) + 1, train.steps + 1):
             state, metrics = train_step(state, batch)
-            if previous is not None:  # the figures of the step before, as this one runs
-                log.record(step - 1, previous)
-            previous = metrics
+            if last:  # the figures of the step before, as this one runs
+                self._record(log, last, state)
+            last = step, metrics, batch
             if self.rebalancer and is_due(step, 0, self.config.balancer.interval):
                 state, report = self.rebalancer(state)
                 log.rebalanced(step, report)
-            stopped_by = stop.signal  # once: it may come at any moment
             saves = is_due(step, train.steps, self.config.checkpoint.every_steps)
-            evaluates = step < train.steps and is_due(step, 0, train.eval_every)
-            if saves or evaluates or stopped_by:
-                evaluate = partial(self._figures, state) if evaluates else None
-                log.record(step, metrics, evaluate)
-                previous = None
+            if step < train.steps and is_due(step, 0, train.eval_every):
+                self._record(log, last, state, partial(self._figures, state, stop))
+                last = None
+            stopped_by = stop.signal  # once: it may come at any moment
             if saves or stopped_by:
-                notes = {"data": self.loader.state()}
-                saved = self.rebalancer.to_logical(state) if self.rebalancer else state
-                checkpoints.save(step, saved, notes, self.config_text)
+                if last:
+                    self._record(log, last, state)
+                    last = None
+                self._save(step, state, checkpoints, log)
             if step == train.steps:
                 break
             if stopped_by:
@@ -211,6 +227,31 @@ class Trainer:
                 batch = self._next_batch()
         return state
 
+    def _record(
+        self,
+        log: StepLog,
+        done: tuple[int, StepMetrics, Batch],
+        state: TrainState,
+        evaluate: Callable[[], Mapping[str, float]] | None = None,
+    ) -> None:
+        """Ends a step; if it was not finite, it is made again in the newest state."""
+        step, metrics, batch = done
+        first = partial(self.first_nonfinite, step=step, state=state, batch=batch)
+        log.record(step, metrics, first, evaluate)
+
+    def _save(
+        self, step: int, state: TrainState, checkpoints: Checkpointer, log: StepLog
+    ) -> None:
+        """Saves the state after a step of which the figures are known to be finite."""
+        if name := self.first_nonfinite.of_state(state):
+            raise RunError(
+                f"step {step}: {name} is not finite after the update. A state must be"
+                " finite. It was not saved; lower Optimizer.learning_rate."
+            )
+        notes = {"data": self.loader.state(), "losses": list(log.spikes.window)}
+        saved = self.rebalancer.to_logical(state) if self.rebalancer else state
+        checkpoints.save(step, saved, notes, self.config_text)
+
     def _compile(self) -> CompiledStep:
         before_s = time.perf_counter()
         compiled = self.setup.traced_step().lower().compile()
@@ -220,14 +261,25 @@ class Trainer:
     def _next_batch(self) -> Any:
         return self.setup.put_batch(next(self.loader))
 
-    def _figures(self, state: TrainState) -> dict[str, float]:
-        return self.evaluator(state.params, state.buffers).figures
+    def _figures(self, state: TrainState, stop: _StopFlag) -> Mapping[str, float]:
+        """Of an evaluation; none if a signal ended it."""
+        try:
+            return self.evaluator(state.params, state.buffers, stop.is_set).figures
+        except EvaluationStopped:
+            return {}
 
     def _finish(
-        self, state: TrainState, log: StepLog, writer: MetricsWriter
+        self, state: TrainState, log: StepLog, writer: MetricsWriter, stop: _StopFlag
     ) -> dict[str, Any]:
         """Evaluates, prints captions beside the truth, writes summary.json."""
-        figures, captions = self.evaluator(state.params, state.buffers)
+        try:
+            evaluation = self.evaluator(state.params, state.buffers, stop.is_set)
+        except EvaluationStopped:
+            raise Stopped(
+                f"stopped by {stop.signal} in the last evaluation, all steps saved in"
+                f" {self.workdir}; the same command evaluates"
+            ) from None
+        figures, captions = evaluation
         if captions:
             print("\ncaptions of held-out images, written token by token:")
             for language in dict.fromkeys(caption.language for caption in captions):
@@ -247,6 +299,34 @@ class Trainer:
         }
         writer.summary(summary)
         return summary
+
+
+def _in_background(function: Callable[[], Any]) -> Future:
+    """Runs a function in a thread that does not keep the process alive."""
+    future: Future = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name=_BACKGROUND, daemon=True).start()
+    return future
+
+
+def is_compiling() -> bool:
+    """Whether a run that was stopped has left something behind that still works."""
+    return any(thread.name == _BACKGROUND for thread in threading.enumerate())
+
+
+def _result(future: Future, stop: _StopFlag) -> Any:
+    """What comes out of a thread, unless a signal comes first."""
+    while not future.done() and not stop.signal:
+        wait([future], timeout=0.1)
+    if stop.signal:
+        raise Stopped(f"stopped by {stop.signal} before a step was made")
+    return future.result()
 
 
 def _changes(then: str, now: str) -> list[str]:

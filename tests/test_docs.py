@@ -256,6 +256,7 @@ def test_table_of_parameters_names_those_there_are():
 
 # The functions that write keys of the files.
 LINE_KEYS = {
+    "StepLog._spike",
     *("StepLog._values", "StepLog.rebalanced"),
     *("load_statistics", "load_statistics_by_layer"),
 }

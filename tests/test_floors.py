@@ -17,7 +17,7 @@ FLOORS = (
     ),
     ("mesh", "sharding", "tree_names"),
     ("layers.*", "moe.*"),
-    ("model", "loss"),
+    ("model", "loss", "parts"),
     ("pipeline.*", "eplb.*"),
     (
         *("data.*", "optim", "checkpoint*", "metrics*", "plots"),
@@ -25,6 +25,7 @@ FLOORS = (
     ),
     (
         "train_step",
+        "nonfinite",
         "rebalance",
         "step_log",
         "trainer",

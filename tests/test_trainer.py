@@ -10,9 +10,11 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -20,6 +22,7 @@ import pytest
 
 from jaxmoe import cli, plots, tree_names
 from jaxmoe.checkpoint import Checkpointer
+from jaxmoe.evaluate import Evaluator
 from jaxmoe.metrics import Progress
 from jaxmoe.optim import learning_rate
 from jaxmoe.train_step import Setup
@@ -178,7 +181,7 @@ def test_a_new_run_from_the_weights_alone(straight, tmp_path):
     assert steps_of(tmp_path) == [10, 20, 21]
     tree, extra = saved(tmp_path, 21)
     assert int(tree["step"]) == int(tree["optimizer"]["0"]["count"]) == 21
-    assert extra == saved(straight, 21)[1]
+    assert extra["data"] == saved(straight, 21)[1]["data"]
 
 
 def test_a_finished_run_does_nothing_and_says_so(straight, capsys):
@@ -212,11 +215,62 @@ def test_sigterm_saves_and_the_same_command_goes_on(
         assert saved(tmp_path, step)[1] == saved(straight, step)[1]
 
 
+@pytest.mark.slow
+def test_a_signal_while_the_step_compiles(tmp_path):
+    """SIGTERM before the first step: exit code 75 within seconds, nothing saved, no
+    stack trace; the compiler is not waited for."""
+    command = ["train", f"--workdir={tmp_path}", *helpers.arguments(CONFIG)]
+    process = helpers.start(command, **helpers.COMPILING)
+    for line in process.stdout:
+        if line.startswith("run folder"):
+            break
+    while not (tmp_path / "config.gin").exists():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    before_s = time.monotonic()
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == cli.EXIT_STOPPED, err
+    assert time.monotonic() - before_s < 10
+    assert "stopped by SIGTERM before a step was made" in err
+    assert "Traceback" not in err
+    assert steps_of(tmp_path) == []
+    assert not (tmp_path / "metrics.jsonl").exists(), out
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_signal_during_an_evaluation(straight, tmp_path, monkeypatch, capsys, times):
+    """SIGTERM, once or twice, when an evaluation after step 20 begins: it ends before
+    its next batch, step 20 is saved, and the run goes on from there."""
+    run = helpers.rewound(straight, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints" / "20")
+    original = Evaluator._task_figures
+
+    def signalled(*arguments):
+        for _ in range(times):
+            signal.raise_signal(signal.SIGTERM)
+        return original(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "_task_figures", signalled)
+        assert train(run) == cli.EXIT_STOPPED
+    assert "after step 20 of 21" in capsys.readouterr().err
+    assert steps_of(run) == [10, 20]
+    assert metrics_of(run)[:19] == metrics_of(straight)[:19]
+    helpers.assert_same(saved(run, 20)[0], saved(straight, 20)[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "_task_figures", signalled)
+        assert train(run) == cli.EXIT_STOPPED
+    assert "in the last evaluation" in capsys.readouterr().err
+    assert steps_of(run) == [10, 20, 21]
+    assert not (run / "summary.json").exists()
+
+
 def killed(workdir, step, changes):
     """A process of its own that gets SIGKILL when the figures of `step` have come."""
     code = f"""
 import os, signal, sys
 from jaxmoe import cli
+from jaxmoe.evaluate import Evaluator
 from jaxmoe.metrics import Progress
 original = Progress.step
 def progress(self, number):
@@ -312,38 +366,80 @@ def test_a_run_goes_on_on_another_mesh(straight, tmp_path, mesh, capsys):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours, theirs)
 
 
-def test_nan_stops_the_run_and_nothing_of_it_is_saved(tmp_path, monkeypatch, capsys):
-    """NaN in one router weight before step 12: exit code 1 at step 12 with one message,
-    and no checkpoint of that state; from that of step 10 the run goes on as if nothing
-    had been."""
+def with_a_fault(monkeypatch, step, fault):
+    """Changes (state, batch) on their way into one step of the next run."""
     original = Trainer._compile
 
     def compile_with_a_fault(self):
         train_step, count = original(self), iter(range(1, 22))
 
         def faulty(state, batch):
-            if next(count) == 12:
-                params = jax.tree.map(lambda leaf: leaf, state.params)
-                router = params["moe"]["moe"]["router"]
-                kernel = np.array(router["router_kernel"])
-                kernel[0, 3, 5] = np.nan
-                layout = router["router_kernel"].sharding
-                router["router_kernel"] = jax.device_put(kernel, layout)
-                state = dataclasses.replace(state, params=params)
+            if next(count) == step:
+                state, batch = fault(state, batch)
             return train_step(state, batch)
 
         return faulty
 
     monkeypatch.setattr(Trainer, "_compile", compile_with_a_fault)
-    config = helpers.changed(CONFIG, checkpoint={"every_steps": 2})
+
+
+def nan_in_the_router(state, batch):
+    params = jax.tree.map(lambda leaf: leaf, state.params)
+    router = params["moe"]["moe"]["router"]
+    kernel = np.array(router["router_kernel"])
+    kernel[0, 3, 5] = np.nan
+    router["router_kernel"] = jax.device_put(kernel, router["router_kernel"].sharding)
+    return dataclasses.replace(state, params=params), batch
+
+
+def nan_in_the_patches(state, batch):
+    """No text sees them, so the loss is finite; the gradient of their kernel is not."""
+    patches = np.full(batch["patches"].shape, np.nan, np.float32)
+    patches = jax.device_put(patches, batch["patches"].sharding)
+    return state, {**batch, "patches": patches}
+
+
+@pytest.mark.parametrize("nonfinite", ["stop", "skip"])
+def test_nan_stops_the_run_and_nothing_of_it_is_saved(
+    tmp_path, monkeypatch, capsys, nonfinite
+):
+    """NaN in one router weight before step 12: exit code 1 at step 12 with one message
+    that names it, and no checkpoint of that state. Skipping does not help there."""
+    with_a_fault(monkeypatch, 12, nan_in_the_router)
+    config = helpers.changed(
+        CONFIG, checkpoint={"every_steps": 2}, train={"nonfinite": nonfinite}
+    )
     assert train(tmp_path, config) == cli.EXIT_FAILED == 1
     err = capsys.readouterr().err
     assert "step 12: loss nan" in err
+    assert "the parameter moe/router/router_kernel of layer 0 (moe)" in err
     assert "Both must be finite" in err
     assert "Traceback" not in err
     assert steps_of(tmp_path)[-1] == 10
     assert [line["step"] for line in metrics_of(tmp_path)] == list(range(1, 12))
     assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_step_is_skipped_where_that_is_configured(
+    straight, tmp_path, monkeypatch, capsys
+):
+    """A gradient that is not finite at step 12 of 21: the run goes on, the step is
+    counted and named, later learning rates are those of one update less."""
+    with_a_fault(monkeypatch, 12, nan_in_the_patches)
+    config = helpers.changed(CONFIG, train={"nonfinite": "skip"})
+    assert train(tmp_path, config) == 0
+    err = capsys.readouterr().err
+    assert "the gradient of embedder/patch/patch_kernel" in err
+    assert "Its update was skipped" in err
+    lines, want = metrics_of(tmp_path), metrics_of(straight)
+    assert [line["skipped_steps"] for line in lines] == [0] * 11 + [1] * 10
+    assert lines[11]["grad_norm"] == "NaN"
+    rates = [line["learning_rate"] for line in want]
+    assert [line["learning_rate"] for line in lines] == [*rates[:12], *rates[11:20]]
+    assert steps_of(tmp_path) == [10, 20, 21]
+    tree, _ = saved(tmp_path, 21)
+    assert (int(tree["step"]), int(tree["optimizer"]["0"]["count"])) == (21, 20)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ def jaxpr_of(config, mesh):
     """The jaxpr of the gradients; equations inside shard_map have local shapes."""
     setup = Setup(config, helpers.mesh_of(*mesh), 264)
     state = setup.abstract_state
-    numbered = lambda batch: setup._numbered(batch, jnp.int32(0))  # noqa: E731
+    numbered = lambda batch: setup.numbered(batch, jnp.int32(0))  # noqa: E731
     gradients = lambda p, b, batch: setup.loss_and_gradients(  # noqa: E731
         p, b, numbered(batch)
     )

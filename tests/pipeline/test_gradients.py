@@ -53,7 +53,7 @@ def results(setup: Setup, *, seed_config=None):
 
     def gradients(params, buffers, batch):
         return setup.loss_and_gradients(
-            params, buffers, setup._numbered(batch, jnp.int32(0))
+            params, buffers, setup.numbered(batch, jnp.int32(0))
         )
 
     arguments = jax.device_put((state.params, state.buffers, batch), shardings)
