@@ -117,6 +117,7 @@ def _train(arguments: list[str]) -> int:
 
     # Imported here: an error above costs no start of JAX.
     from jaxmoe.checkpoint import CheckpointError
+    from jaxmoe.data.fields import DataError
     from jaxmoe.step_log import RunError
     from jaxmoe.trainer import Stopped, Trainer
 
@@ -132,7 +133,7 @@ def _train(arguments: list[str]) -> int:
     except Stopped as stopped:
         print(f"jaxmoe: {stopped}", file=sys.stderr)
         return EXIT_STOPPED
-    except (RunError, CheckpointError) as failure:
+    except (RunError, CheckpointError, DataError) as failure:
         print(f"jaxmoe: {failure}", file=sys.stderr)
         return EXIT_FAILED
     for name, value in summary.items():

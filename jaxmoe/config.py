@@ -22,7 +22,7 @@ Auto = Literal["auto"]
 
 MOST_LAYERS = 10_000
 DIGITS_IMAGES = 1797  # in scikit-learn's set of handwritten digits
-DIGITS_PIXELS = 8  # along the side of an image
+DIGITS_PIXELS = 8  # along the side of an image; gray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -271,27 +271,50 @@ class Optimizer:
 class Data:
     """What the model reads."""
 
-    source: Literal["digits", "text"] = option(
+    source: str = option(
         "digits",
         "'digits': scikit-learn's handwritten digits with captions, and running text;"
-        " 'text': the running text alone, whatever the image tasks weigh",
+        " 'text': the running text alone; or a folder or a file of your own; or several"
+        " with weights, as 'a.jsonl*0.7,b.tar*0.3'",
     )
     batch_size: int = option(64, "sequences per step over all devices", low=1)
     seed: int = option(0, "seed of order, task choice and augmentation", low=0)
     tokenizer: str = option(
         "bytes", "'bytes', 'sentencepiece:FILE' or 'tokenizers:FILE' (Hugging Face)"
     )
-    patch_size: int = option(
-        4, "pixels along the side of a patch", low=1, high=DIGITS_PIXELS
+    image_size: int = option(
+        8, "pixels along the side to which images are scaled; digits have 8", low=1
     )
+    image_mode: Literal["gray", "rgb"] = option(
+        "gray", "numbers per pixel: 1, or 3; digits are gray"
+    )
+    patch_size: int = option(4, "pixels along the side of a patch", low=1)
     shift_pixels: int = option(
-        1,
-        "images move by up to so many pixels in training",
-        low=0,
-        high=DIGITS_PIXELS - 1,
+        1, "images move by up to so many pixels in training", low=0
     )
     held_out: int = option(
         297, "digits images kept from training", low=1, high=DIGITS_IMAGES - 1
+    )
+    held_out_share: float = option(
+        0.05,
+        "share of the records of a source of your own that is kept from training, at"
+        " least one; 0: none",
+        low=0.0,
+        below=1.0,
+    )
+    held_out_source: str = option(
+        "",
+        "source, named as in Data.source, to evaluate instead; what it holds is never"
+        " trained on; '': Data.held_out_share",
+    )
+    max_broken: float = option(
+        0.01, "share of broken records above which a run stops", low=0.0, high=1.0
+    )
+    epochs: int | None = option(
+        None, "times that the records are gone through; None: without end", low=1
+    )
+    packing: bool = option(
+        False, "several examples share a sequence, unseen by each other, if they fit"
     )
     caption_weight: float = option(0.9, "share of image captioning", low=0.0)
     image_denoise_weight: float = option(
@@ -401,6 +424,12 @@ def profiled_steps(train: Train) -> range:
             f"Set Train.steps={last} or more, or Train.profile_steps=''",
         )
     return range(first, last + 1)
+
+
+def image_patches(data: Data) -> tuple[int, int]:
+    """Patches of an image, and the numbers of a patch."""
+    channels = 3 if data.image_mode == "rgb" else 1
+    return (data.image_size // data.patch_size) ** 2, data.patch_size**2 * channels
 
 
 def expert_width(model: Model, moe: MoE) -> int:

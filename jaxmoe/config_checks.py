@@ -16,10 +16,12 @@ from jaxmoe.config import (
     DIGITS_PIXELS,
     MOST_LAYERS,
     Config,
+    Data,
     Model,
     MoE,
     Pipeline,
     group_tokens,
+    image_patches,
     layer_kinds,
     microbatches,
     num_replicas,
@@ -27,6 +29,7 @@ from jaxmoe.config import (
     profiled_steps,
 )
 from jaxmoe.config_base import ConfigError, check_multiple, mistake, near
+from jaxmoe.config_source import TEXT_KINDS, parse_sources
 from jaxmoe.eplb.sizes import check_sizes
 from jaxmoe.pipeline.schedule import check_numbers
 from jaxmoe.pipeline.simulate import parse_costs
@@ -321,11 +324,15 @@ def _check_moe(config: Config) -> None:
 
 
 def _check_data(config: Config) -> None:
-    data, model, parts = config.data, config.model, config.train.accumulation
+    data, parts = config.data, config.train.accumulation
     batch = ("Data.batch_size", data.batch_size, "Train.accumulation", parts)
     check_multiple(*batch)
+    sources = parse_sources(data.source)
+    if data.held_out_source:
+        _check_held_out_source(data)
     tasks = ["text_denoise", "lm"]
-    if data.source == "digits":
+    kinds = {source.kind for source in sources}
+    if not kinds <= set(TEXT_KINDS):
         tasks = ["caption", "image_denoise", *tasks]
     weights = {f"Data.{task}_weight": getattr(data, f"{task}_weight") for task in tasks}
     if not any(weights.values()):
@@ -334,25 +341,69 @@ def _check_data(config: Config) -> None:
             f"with Data.source={data.source!r} one of them must be above 0",
             "Set Data.lm_weight=1.0",
         )
-    images = data.caption_weight or data.image_denoise_weight
-    if data.source != "digits" or not images:
-        return
-    if DIGITS_PIXELS % data.patch_size:
+    if "caption" in tasks and (data.caption_weight or data.image_denoise_weight):
+        _check_images(config, kinds)
+
+
+def _check_held_out_source(data: Data) -> None:
+    held_out = parse_sources(data.held_out_source, "Data.held_out_source")
+    if any(source.built_in for source in held_out):
+        raise mistake(
+            f"Data.held_out_source={data.held_out_source!r} is built in",
+            "digits and text have their own held-out part; here stand your own files",
+            "Name a file or a folder, or set Data.held_out_source=''",
+        )
+    if all(source.built_in for source in parse_sources(data.source)):
+        raise mistake(
+            f"Data.held_out_source={data.held_out_source!r} has no effect with"
+            f" Data.source={data.source!r}",
+            "digits and text have their own held-out part",
+            "Set Data.held_out_source=''",
+        )
+
+
+def _check_images(config: Config, kinds: set[str]) -> None:
+    data, model = config.data, config.model
+    size, mode = data.image_size, data.image_mode
+    if "digits" in kinds and (size, mode) != (DIGITS_PIXELS, "gray"):
+        raise mistake(
+            f"Data.image_size={size} and Data.image_mode={mode!r} do not fit the images"
+            f" of Data.source={data.source!r}",
+            f"digits are gray and have {DIGITS_PIXELS} x {DIGITS_PIXELS} pixels, and"
+            " all images of a run have one shape",
+            f"Set Data.image_size={DIGITS_PIXELS} and Data.image_mode='gray'",
+        )
+    if size % data.patch_size:
+        fits = base.closest(base.all_divisors(size), data.patch_size)
         raise mistake(
             f"Data.patch_size={data.patch_size} does not divide the images of"
-            f" {DIGITS_PIXELS} x {DIGITS_PIXELS} pixels",
+            f" {size} x {size} pixels",
             "an image is cut into whole patches",
-            f"Set Data.patch_size={base.choice(base.all_divisors(DIGITS_PIXELS))}",
+            f"Set Data.patch_size={base.choice(fits)}",
         )
-    patches, numbers = (DIGITS_PIXELS // data.patch_size) ** 2, data.patch_size**2
-    if (model.num_patches, model.patch_dim) != (patches, numbers):
+    if data.shift_pixels >= size:
+        raise mistake(
+            f"Data.shift_pixels={data.shift_pixels} moves images of {size} x {size}"
+            " pixels out of sight",
+            "it must be below the size of an image",
+            f"Set Data.shift_pixels={size - 1} or less",
+        )
+    patches, numbers = image_patches(data)
+    fits = model.num_patches == patches
+    if data.packing:
+        fits = model.num_patches > 0 and model.num_patches % patches == 0
+    if not fits or model.patch_dim != numbers:
+        weights = (
+            f" (Data.caption_weight={data.caption_weight},"
+            f" Data.image_denoise_weight={data.image_denoise_weight})"
+        )
+        several = " or a multiple of it" if data.packing else ""
         raise mistake(
             f"Model.num_patches={model.num_patches} and"
             f" Model.patch_dim={model.patch_dim} do not fit the images of"
-            f" Data.source='digits' (Data.caption_weight={data.caption_weight},"
-            f" Data.image_denoise_weight={data.image_denoise_weight})",
+            f" Data.source={data.source!r}{weights}",
             f"with Data.patch_size={data.patch_size} an image has {patches} patches of"
             f" {numbers} numbers",
-            f"Set Model.num_patches={patches} and Model.patch_dim={numbers}, or"
-            " Data.source='text' for no images",
+            f"Set Model.num_patches={patches}{several} and Model.patch_dim={numbers},"
+            " or Data.source='text' for no images",
         )

@@ -17,11 +17,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmoe.config import Config
-from jaxmoe.data import digits
-from jaxmoe.data.loader import held_out_batches, held_out_images
-from jaxmoe.data.records import task_weights
+from jaxmoe.data.loader import HeldOut
 from jaxmoe.data.tasks import TASKS, caption_prompt
-from jaxmoe.data.tokenizer import LANGUAGES, Language, make_tokenizer
+from jaxmoe.data.tokenizer import Language, make_tokenizer
 from jaxmoe.generate import decode_rows, make_generator
 from jaxmoe.loss import LossSums
 from jaxmoe.mesh import BATCH_AXES
@@ -63,6 +61,7 @@ class Evaluator:
     def __init__(self, setup: Setup):
         self._setup = setup.for_inference()
         self._config: Config = setup.config
+        self._held_out = HeldOut(setup.config.data, setup.config.model)
         self._tokenizer = make_tokenizer(setup.config.data.tokenizer)
         self._losses = self._make_losses()
         self._generate = self._make_generator()
@@ -70,7 +69,7 @@ class Evaluator:
     def __call__(
         self, params: Any, buffers: Any, stopped: Callable[[], bool] = _never
     ) -> Evaluation:
-        """Evaluates every task that has a weight in training.
+        """Evaluates every task that has a weight in training and held-out records.
 
         Args:
           params, buffers: of the model.
@@ -82,18 +81,19 @@ class Evaluator:
         Returns:
           Figures: `eval_loss_<task>` (nats per token), `eval_perplexity_<task>`,
           `eval_accuracy_<task>` (share of the target tokens), and where the run
-          captions images `caption_exact_match` and `caption_exact_match_<language>`.
+          captions images `caption_exact_match` and `caption_exact_match_<language>`,
+          for every language in which there are captions.
         """
         figures: dict[str, float] = {}
-        tasks = task_weights(self._config.data)
-        for task in tasks:
+        for task in self._held_out.tasks:
             figures |= self._task_figures(params, buffers, task, stopped)
-        if "caption" not in tasks:
-            return Evaluation(figures, [])
         captions = list(self._captions(params, buffers, stopped))
-        right = {language: [] for language in LANGUAGES}
+        if not captions:
+            return Evaluation(figures, [])
+        right: dict[Language, list[bool]] = {}
         for caption in captions:
-            right[caption.language].append(caption.generated == caption.truth)
+            match = caption.generated == caption.truth
+            right.setdefault(caption.language, []).append(match)
         every = [match for matches in right.values() for match in matches]
         figures["caption_exact_match"] = float(np.mean(every))
         for language, matches in right.items():
@@ -109,8 +109,8 @@ class Evaluator:
     ) -> dict[str, float]:
         config, which = self._config, TASKS.index(task)
         total = np.zeros(3)
-        for batch in held_out_batches(
-            config.data, config.model, task, self._rows, config.train.eval_batches
+        for batch in self._held_out.batches(
+            task, self._rows, config.train.eval_batches
         ):
             _check(stopped)
             batch = jax.device_put(batch, self._setup.batch_sharding)
@@ -128,15 +128,12 @@ class Evaluator:
     def _captions(
         self, params: Any, buffers: Any, stopped: Callable[[], bool]
     ) -> Iterator[Caption]:
-        """Captions of all held-out images in every language, written step by step."""
+        """Captions of the held-out images, written step by step.
+
+        Of digits all; of other sources no more than the batches of an evaluation hold.
+        """
         config, tokenizer = self._config, self._tokenizer
-        images, labels = held_out_images(config.data)
-        patches = digits.to_patches(images, config.data.patch_size)
-        wanted: list[tuple[Language, np.ndarray, str]] = [
-            (language, patch, digits.caption(int(label), language))
-            for language in LANGUAGES
-            for patch, label in zip(patches, labels, strict=True)
-        ]
+        wanted = self._held_out.captions(config.train.eval_batches * self._rows)
         sharding = NamedSharding(self._setup.mesh, P(BATCH_AXES))
         for start in range(0, len(wanted), self._rows):
             _check(stopped)
@@ -144,18 +141,18 @@ class Evaluator:
             filled = part + part[:1] * (self._rows - len(part))
             prompts = [
                 caption_prompt(
-                    patch,
-                    language,
+                    one.patches,
+                    one.language,
                     tokenizer=tokenizer,
                     sequence_length=config.model.sequence_length,
                 )
-                for language, patch, _ in filled
+                for one in filled
             ]
             batch: Batch = jax.tree.map(lambda *rows: np.stack(rows), *prompts)
             tokens = self._generate(params, buffers, jax.device_put(batch, sharding))
             texts = decode_rows(np.asarray(tokens), tokenizer.decode)
-            for (language, _, truth), text in zip(part, texts, strict=False):
-                yield Caption(language, truth, text)
+            for one, text in zip(part, texts, strict=False):
+                yield Caption(one.language, one.truth, text)
 
     @property
     def _rows(self) -> int:
@@ -163,9 +160,9 @@ class Evaluator:
         return self._config.data.batch_size // self._config.train.accumulation
 
     def _make_generator(self) -> Callable[[Any, Any, Batch], jax.Array]:
-        truths = [digits.caption(n, lang) for n in range(10) for lang in LANGUAGES]
-        longest = max(len(self._tokenizer.encode(truth)) for truth in truths)
-        return make_generator(self._setup, longest + 1, self._tokenizer.eos_id)
+        longest = self._held_out.longest_caption() + 1  # and the end
+        longest = min(longest, self._config.model.sequence_length)
+        return make_generator(self._setup, longest, self._tokenizer.eos_id)
 
     def _make_losses(self) -> Callable[[Any, Any, Batch], LossSums]:
         setup = self._setup

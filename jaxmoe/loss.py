@@ -66,9 +66,9 @@ def loss_sums(
     )
 
 
-def count_targets(task: Int[Array, "*batch"]) -> Float[Array, ""]:
-    """Target tokens of a batch, of any shape."""
-    return jnp.sum(task > 0, dtype=jnp.float32)
+def count_positive(field: Int[Array, "*batch"]) -> Float[Array, ""]:
+    """Entries above 0: target tokens of `task`, patches and tokens of `modality`."""
+    return jnp.sum(field > 0, dtype=jnp.float32)
 
 
 def total_loss(

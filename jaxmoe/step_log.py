@@ -86,6 +86,7 @@ class StepLog:
     Args:
       skipped: steps up to now whose update was left out.
       losses: the last losses before, see `SpikeRule`.
+      of_data: gives figures of the data, to be written beside the others.
 
     Attributes:
       last: the newest figures that were written, but for lists.
@@ -101,7 +102,9 @@ class StepLog:
         *,
         skipped: int = 0,
         losses: Iterable[float] = (),
+        of_data: Callable[[], dict[str, float]] = dict,
     ):
+        self._of_data = of_data
         self._config, self._writer, self._progress = config, writer, progress
         self._clock = clock
         self.last: dict[str, float] = {}
@@ -142,7 +145,7 @@ class StepLog:
             if not (due or skipped or spike or evaluate):
                 return
             values = self._values(loss, float(np.asarray(rate)), metrics)
-            values |= self._notes | (spike or {})
+            values |= self._of_data() | self._notes | (spike or {})
             self._notes = {}
         if evaluate:
             values |= evaluate()
@@ -213,6 +216,7 @@ class StepLog:
             "learning_rate": rate,
             "step_s": step_s,
             "tokens_per_s": positions / step_s,
+            "padding_fraction": float(metrics.padding_fraction),
         }
         if config.train.nonfinite == "skip":
             values["skipped_steps"] = self._skipped

@@ -34,7 +34,7 @@ from jaxmoe.config import Config
 from jaxmoe.data.tasks import TASKS
 from jaxmoe.eplb.placement import carry, carry_back, initial_placement, plan_move
 from jaxmoe.eplb.plan import device_load
-from jaxmoe.loss import LossSums, count_targets, loss_sums, total_loss
+from jaxmoe.loss import LossSums, count_positive, loss_sums, total_loss
 from jaxmoe.mesh import BATCH_AXES
 from jaxmoe.model import Batch
 from jaxmoe.moe import balance
@@ -79,6 +79,7 @@ class StepMetrics:
       grad_norm: global norm before clipping, each parameter counted once.
       nonfinite: numbers that are not finite in each part (jaxmoe.parts) of the
         parameters before the step, and of the gradients, [2, F].
+      padding_fraction: positions without patch or token, over all positions.
       device_load_LX: tokens of each device along `expert` by the placement in force,
         when copies share theirs evenly; None without a placement.
     """
@@ -87,6 +88,7 @@ class StepMetrics:
     stats: MoEStats | None
     grad_norm: jax.Array
     nonfinite: jax.Array
+    padding_fraction: jax.Array
     device_load_LX: jax.Array | None = None
 
 
@@ -341,7 +343,9 @@ class Setup:
 
     def _device_gradients(self, params: Any, buffers: Any, batch: Batch):
         """Runs per device: batch arrays are [M, b, ...]."""
-        target_tokens = jax.lax.psum(count_targets(batch["task"]), BATCH_AXES)
+        counts = jnp.stack([count_positive(batch[of]) for of in ("task", "modality")])
+        target_tokens, used = jax.lax.psum(counts, BATCH_AXES)
+        positions = self.config.data.batch_size * self.config.model.sequence_length
         gradients_of = self.pipelined or self._plain_gradients
         gradients, sums, stats = gradients_of(params, buffers, batch, target_tokens)
         square = sum(
@@ -359,7 +363,8 @@ class Setup:
         )
         sums, stats = jax.lax.psum((sums, stats), BATCH_AXES)
         norm, nonfinite = jnp.sqrt(square[0]), jnp.stack(counts_F)
-        return gradients, StepMetrics(sums, stats, norm, nonfinite)
+        padding = 1.0 - used / positions
+        return gradients, StepMetrics(sums, stats, norm, nonfinite, padding)
 
     def _plain_gradients(
         self, params: Any, buffers: Any, batch: Batch, target_tokens: jax.Array

@@ -113,6 +113,7 @@ class Trainer:
 
         Raises:
           RunError: if a loss or a gradient is not finite.
+          DataError: if too many records are broken.
           Stopped: after a signal, with the state saved if there was a step.
         """
         config = self.config
@@ -140,6 +141,7 @@ class Trainer:
                 Progress(config.train.steps, newest or 0) as progress,
                 Profile(config.train, self.workdir, progress.message) as profile,
             ):
+                self.loader.report = progress.message
                 log = StepLog(
                     config,
                     writer,
@@ -147,6 +149,7 @@ class Trainer:
                     self.clock,
                     skipped=int(state.step) - updates_done(state.optimizer),
                     losses=notes.get("losses", ()),
+                    of_data=self.loader.figures,
                 )
                 if train_step:
                     train_step = profile.around(train_step)

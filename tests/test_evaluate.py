@@ -14,7 +14,6 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe import evaluate
 from jaxmoe.data import digits
 from jaxmoe.data.loader import held_out_batches
 from jaxmoe.data.tasks import TASKS
@@ -144,9 +143,7 @@ def test_captions_know_nothing_of_the_truth(monkeypatch):
     want = [c.generated for c in evaluation().captions]
     assert len(set(want)) > 4, "the case would not show a leak"
     truths = {"en": "digit ?", "zh": "?"}
-    monkeypatch.setattr(
-        evaluate.digits, "caption", lambda _, language: truths[language]
-    )
+    monkeypatch.setattr(digits, "caption", lambda _, language: truths[language])
     state = helpers.initial_state(CONFIG, 4, 2)
     figures, captions = evaluator(4, 2)(state.params, state.buffers)
     assert [c.generated for c in captions] == want

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.config import MoE
-from jaxmoe.loss import LossSums, count_targets, loss_sums, total_loss
+from jaxmoe.loss import LossSums, count_positive, loss_sums, total_loss
 from jaxmoe.moe.router import MoEStats
 from tests import oracle
 
@@ -78,8 +78,8 @@ def test_sums_add_over_devices_and_microbatches():
         for i in range(2)
     ]
     oracle.assert_close(jax.tree.map(jnp.add, *rows), whole)
-    assert float(count_targets(jnp.asarray(task))) == 5.0
-    assert float(count_targets(jnp.asarray(task)[None])) == 5.0
+    assert float(count_positive(jnp.asarray(task))) == 5.0
+    assert float(count_positive(jnp.asarray(task)[None])) == 5.0
 
 
 def stats(balance, z, sequence=(0.0, 0.0)):

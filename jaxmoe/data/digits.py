@@ -77,17 +77,21 @@ def content_hash() -> str:
 
 
 def to_patches(images: np.ndarray, patch_size: int) -> np.ndarray:
-    """Cuts [N, H, W] images into [N, P, patch_size**2] patches, in raster order."""
-    n, height, width = images.shape
+    """Cuts [N, H, W] or [N, H, W, C] images into patches, in raster order.
+
+    Returns:
+      [N, P, patch_size**2 * C]; the channels of a pixel stand side by side.
+    """
+    n, height, width = images.shape[:3]
     rows, columns = height // patch_size, width // patch_size
-    cut = images.reshape(n, rows, patch_size, columns, patch_size)
-    # [N, rows, p, columns, p] -> [N, rows * columns, p * p]
-    return cut.swapaxes(2, 3).reshape(n, rows * columns, patch_size**2)
+    cut = images.reshape(n, rows, patch_size, columns, patch_size, -1)
+    # [N, rows, p, columns, p, C] -> [N, rows * columns, p * p * C]
+    return cut.swapaxes(2, 3).reshape(n, rows * columns, -1)
 
 
 def shift(image: np.ndarray, dy: int, dx: int) -> np.ndarray:
-    """Moves an [H, W] image down by dy and right by dx pixels; 0 comes in."""
-    height, width = image.shape
+    """Moves an [H, W, ...] image down by dy and right by dx pixels; 0 comes in."""
+    height, width = image.shape[:2]
     dy, dx = max(-height, min(dy, height)), max(-width, min(dx, width))
     moved = np.zeros_like(image)
     moved[max(dy, 0) : height + min(dy, 0), max(dx, 0) : width + min(dx, 0)] = image[

@@ -1,29 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """Floor 5. The records of one split, and the example that each makes for a task.
 
-Everything that can be done once is done here at the start: captions and text are
-tokenised, and what cannot work is refused. What is left per example takes microseconds.
+Those of digits and text, which need no file. Everything that can be done once is done
+here at the start: captions and text are tokenised, and what cannot work is refused.
+What is left per example takes microseconds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from jaxmoe.config import ConfigError, Data, Model
+from jaxmoe.config import ConfigError, Data, Model, image_patches
+from jaxmoe.config_source import TEXT_KINDS
 from jaxmoe.data import digits, tasks, text
 from jaxmoe.data.tasks import IMAGE_TASKS, TASKS, Example
 from jaxmoe.data.tokenizer import LANGUAGES, Tokenizer, make_tokenizer
 
 
-def task_weights(data: Data) -> dict[str, float]:
+def possible_tasks(kind: str) -> tuple[str, ...]:
+    """The tasks that a kind of source can have records for."""
+    if kind in TEXT_KINDS:
+        return tuple(name for name in TASKS if name not in IMAGE_TASKS)
+    return TASKS
+
+
+def task_weights(data: Data, kind: str = "") -> dict[str, float]:
     """The share of each task that takes part; they sum to 1.
 
-    With source='text' the weights of the image tasks do not count.
+    Without images the weights of the image tasks do not count.
+
+    Args:
+      data: The weights.
+      kind: Of the source, if `Data.source` names it by a path.
 
     Raises:
       ConfigError: if no task has a weight.
     """
-    names = _tasks_of(data)
+    names = possible_tasks(kind or data.source)
     weights = {name: getattr(data, f"{name}_weight") for name in names}
     total = sum(weights.values())
     if not total > 0:
@@ -41,7 +56,25 @@ def vocab_size(data: Data, model: Model) -> int:
     Raises:
       ConfigError: if the model has fewer tokens than the tokenizer.
     """
-    return _vocab_size(make_tokenizer(data.tokenizer), data, model)
+    return fitting_vocab(make_tokenizer(data.tokenizer), data, model)
+
+
+def fitting_vocab(tokenizer: Tokenizer, data: Data, model: Model) -> int:
+    """The same for a tokenizer that is there.
+
+    Raises:
+      ConfigError: if the model has fewer tokens.
+    """
+    if model.vocab_size == "auto":
+        return tokenizer.vocab_size
+    if model.vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"Model.vocab_size={model.vocab_size} is smaller than the"
+            f" {tokenizer.vocab_size} tokens of Data.tokenizer={data.tokenizer!r}:"
+            " every token needs an embedding. Set Model.vocab_size='auto', or to at"
+            f" least {tokenizer.vocab_size}."
+        )
+    return model.vocab_size
 
 
 class Records:
@@ -70,12 +103,8 @@ class Records:
         self._data, self._model, self._training = data, model, training
         self.tokenizer = make_tokenizer(data.tokenizer)
         self.content: dict[str, str] = {}
-        _vocab_size(self.tokenizer, data, model)
-        if not data.mask_fraction <= 1:
-            raise ConfigError(
-                f"Data.mask_fraction={data.mask_fraction} is a share of the tokens: it"
-                " must be from 0 to 1. Set Data.mask_fraction to 0.3, for example."
-            )
+        fitting_vocab(self.tokenizer, data, model)
+        check_mask_fraction(data)
         longest = 0
         if any(name in IMAGE_TASKS for name in names):
             _check_patches(data, model)
@@ -83,7 +112,7 @@ class Records:
             longest = max(len(i) for ids in self._captions.values() for i in ids)
         if any(name not in IMAGE_TASKS for name in names):
             self._load_text()
-        _check_sequence_length(names, model, longest)
+        check_sequence_length(names, data, model, longest)
 
     def _load_digits(self) -> None:
         data = self._data
@@ -115,6 +144,19 @@ class Records:
             return len(self._labels)
         chunk = tasks.chunk_tokens(task, self._model.sequence_length)
         return max(1, len(self._stream) // chunk)
+
+    def sizes(self, task: str) -> np.ndarray:
+        """The most positions that the example of each record takes, int64 [count]."""
+        longest = 0
+        if task in IMAGE_TASKS:
+            longest = max(len(i) for ids in self._captions.values() for i in ids)
+        size = tasks.min_sequence_length(
+            task, num_patches=image_patches(self._data)[0], caption_tokens=longest
+        )
+        if task not in IMAGE_TASKS:
+            chunk = tasks.chunk_tokens(task, self._model.sequence_length)
+            size = chunk if task == "lm" else 2 * chunk + 1
+        return np.full(self.count(task), size, np.int64)
 
     def example(self, task: str, index: int, rng: np.random.Generator) -> Example:
         """Makes the example of a record.
@@ -166,10 +208,17 @@ class Records:
         return self._stream[start : start + size]
 
 
-def _tasks_of(data: Data) -> tuple[str, ...]:
-    if data.source == "digits":
-        return TASKS
-    return tuple(name for name in TASKS if name not in IMAGE_TASKS)
+def check_mask_fraction(data: Data) -> None:
+    """Checks that it is a share.
+
+    Raises:
+      ConfigError: if it is not.
+    """
+    if not data.mask_fraction <= 1:
+        raise ConfigError(
+            f"Data.mask_fraction={data.mask_fraction} is a share of the tokens: it"
+            " must be from 0 to 1. Set Data.mask_fraction to 0.3, for example."
+        )
 
 
 def _longest_without(ids: np.ndarray, separator: int) -> np.ndarray:
@@ -185,24 +234,11 @@ def _check_task_names(names: tuple[str, ...], data: Data) -> None:
     for name in names:
         if name not in TASKS:
             raise ValueError(f"task {name!r} is not one of {TASKS}.")
-        if name not in _tasks_of(data):
+        if name not in possible_tasks(data.source):
             raise ConfigError(
                 f"Data.source={data.source!r} has no images, which the task {name!r}"
                 " needs. Set Data.source='digits'."
             )
-
-
-def _vocab_size(tokenizer: Tokenizer, data: Data, model: Model) -> int:
-    if model.vocab_size == "auto":
-        return tokenizer.vocab_size
-    if model.vocab_size < tokenizer.vocab_size:
-        raise ConfigError(
-            f"Model.vocab_size={model.vocab_size} is smaller than the"
-            f" {tokenizer.vocab_size} tokens of Data.tokenizer={data.tokenizer!r}:"
-            " every token needs an embedding. Set Model.vocab_size='auto', or to at"
-            f" least {tokenizer.vocab_size}."
-        )
-    return model.vocab_size
 
 
 def _check_patches(data: Data, model: Model) -> None:
@@ -213,7 +249,9 @@ def _check_patches(data: Data, model: Model) -> None:
             f" {size} pixels. Set Data.patch_size to 1, 2, 4 or 8."
         )
     right = (size // data.patch_size) ** 2, data.patch_size**2
-    if (model.num_patches, model.patch_dim) != right:
+    several = data.packing and model.num_patches and model.num_patches % right[0] == 0
+    patches = right[0] if several else model.num_patches
+    if (patches, model.patch_dim) != right:
         raise ConfigError(
             f"Model.num_patches={model.num_patches} and Model.patch_dim="
             f"{model.patch_dim} do not fit images of {size} x {size} pixels with"
@@ -223,12 +261,24 @@ def _check_patches(data: Data, model: Model) -> None:
         )
 
 
-def _check_sequence_length(
-    names: tuple[str, ...], model: Model, caption_tokens: int
+def check_sequence_length(
+    names: Sequence[str], data: Data, model: Model, caption_tokens: int
 ) -> None:
+    """Checks that an example of each task fits into a sequence.
+
+    Args:
+      names: The tasks.
+      data: How many patches an image has.
+      model: How long a sequence is.
+      caption_tokens: Of the longest caption.
+
+    Raises:
+      ConfigError: if one does not, with the length that is needed.
+    """
+    num_patches = image_patches(data)[0]
     lengths = {
         name: tasks.min_sequence_length(
-            name, num_patches=model.num_patches, caption_tokens=caption_tokens
+            name, num_patches=num_patches, caption_tokens=caption_tokens
         )
         for name in names
     }
@@ -237,7 +287,7 @@ def _check_sequence_length(
     if model.sequence_length < needed:
         raise ConfigError(
             f"Model.sequence_length={model.sequence_length} is too small for the task"
-            f" {name!r}: {model.num_patches} patches and the longest text need"
+            f" {name!r}: {num_patches} patches and the longest text need"
             f" {needed} positions. Set Model.sequence_length to at least {needed}, or"
             f" Data.{name}_weight to 0."
         )

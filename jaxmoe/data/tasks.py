@@ -47,6 +47,10 @@ class Example(NamedTuple):
     targets: Ids
 
 
+# Takes no position: where a record was skipped.
+NOTHING = Example("lm", None, (), (), ())
+
+
 def caption(
     patches: np.ndarray,
     ids: Sequence[int],
@@ -150,55 +154,72 @@ def assemble(
     sequence_length: int,
     num_patches: int,
     patch_dim: int,
+    lengths: Sequence[int] | None = None,
 ) -> Batch:
     """Lays examples out as arrays.
 
     Args:
-      examples: One for each row.
-      sequence_length: Positions of a row; every example must fit.
-      num_patches: Patches of an example that has an image.
+      examples: One for each row, or those of each row after those of the row before.
+      sequence_length: Positions of a row; its examples must fit.
+      num_patches: Patches of a row; its images must fit.
       patch_dim: Numbers of a patch.
+      lengths: How many of the examples each row holds, at least one; None: one.
 
     Returns:
       tokens: int32 [N, S], 0 where the position is a patch or padding.
-      patches: float32 [N, P, D], 0 without an image. Image position i takes patch i.
+      patches: float32 [N, P, D], 0 behind the last image. The i-th image position of a
+        row takes patch i.
       modality: int32 [N, S], 0 padding, 1 patch, 2 text.
       decoder: bool [N, S], the causal positions.
-      sequence: int32 [N, S], 1 but in padding: nothing is packed.
-      positions: int32 [N, S], the position inside the sequence, 0 in padding.
+      sequence: int32 [N, S], which of the row's examples, from 1; 0 in padding.
+      positions: int32 [N, S], the position inside the example, 0 in padding.
       targets: int32 [N, S], the token to be predicted at this position, 0 without loss.
       task: int32 [N, S], 1 + index into TASKS where there is a loss.
     """
-    n, s = len(examples), sequence_length
+    counts = [1] * len(examples) if lengths is None else lengths
+    n, s = len(counts), sequence_length
     tokens = np.zeros((n, s), np.int32)
     targets = np.zeros((n, s), np.int32)
     patches = np.zeros((n, num_patches, patch_dim), np.float32)
-    edges = np.zeros((n, 5), np.int32)
-    for row, example in enumerate(examples):
-        image = 0 if example.patches is None else num_patches
-        start = image + len(example.encoder)
-        end = start + len(example.decoder)
-        loss = end - len(example.targets)
-        assert end <= s, (example.task, end, s)
-        if image:
-            patches[row] = example.patches
-        tokens[row, image:start] = example.encoder
-        tokens[row, start:end] = example.decoder
-        targets[row, loss:end] = example.targets
-        edges[row] = image, start, end, loss, 1 + TASKS.index(example.task)
-    image, start, end, loss, task = edges.T[:, :, None]  # each [N, 1]
+    edges = np.zeros((len(examples), 7), np.int32)
+    rest = enumerate(examples)
+    for row, count in enumerate(counts):
+        end = patch = 0
+        for within in range(1, count + 1):
+            number, example = next(rest)
+            begin, image = end, 0
+            if example.patches is not None:
+                image = len(example.patches)
+                patches[row, patch : patch + image] = example.patches
+                patch += image
+            image += begin
+            start = image + len(example.encoder)
+            end = start + len(example.decoder)
+            loss = end - len(example.targets)
+            assert end <= s and patch <= num_patches, (example.task, end, s)
+            tokens[row, image:start] = example.encoder
+            tokens[row, start:end] = example.decoder
+            targets[row, loss:end] = example.targets
+            task = 1 + TASKS.index(example.task)
+            edges[number] = begin, image, start, end, loss, task, within
+    begin, image, start, end, loss, task, within = edges.T[:, :, None]  # each [E, 1]
     where = np.arange(s, dtype=np.int32)
-    used = where < end
-    return {
-        "tokens": tokens,
-        "patches": patches,
-        "modality": np.where(where < image, PATCH, TEXT * used).astype(np.int32),
+    used = (where >= begin) & (where < end)
+    # [E, S], each with zeros outside of its example
+    parts = {
+        "modality": np.where(where < image, PATCH, TEXT).astype(np.int32) * used,
         "decoder": (where >= start) & used,
-        "sequence": used.astype(np.int32),
-        "positions": where * used,
-        "targets": targets,
+        "sequence": within * used,
+        "positions": (where - begin) * used,
         "task": task * ((where >= loss) & used),
     }
+    if lengths is not None:
+        first = np.cumsum([0, *counts[:-1]])
+        parts = {
+            name: np.add.reduceat(array, first, axis=0, dtype=array.dtype)
+            for name, array in parts.items()
+        }
+    return {"tokens": tokens, "patches": patches, "targets": targets, **parts}
 
 
 def caption_prompt(

@@ -10,7 +10,7 @@ import pytest
 
 from jaxmoe.config import ConfigError, Data, Model
 from jaxmoe.data import digits, tasks
-from jaxmoe.data.loader import FORMAT, Loader, held_out_batches, held_out_images
+from jaxmoe.data.loader import FORMAT, Loader, held_out_batches
 from jaxmoe.data.records import Records, task_weights, vocab_size
 from jaxmoe.data.tasks import IMAGE_TASKS, TASKS
 from jaxmoe.data.tokenizer import BOS, CHINESE, ENGLISH, EOS, MASK, make_tokenizer
@@ -342,7 +342,8 @@ def test_resume_refuses_other_data(make_loader):
 def test_held_out_is_never_trained_on(make_loader):
     """Over an epoch without augmentation, no held-out image and no held-out text."""
     data = only("caption", batch_size=750, shift_pixels=0)
-    held_out = digits.to_patches(held_out_images(data).images, data.patch_size)
+    images, _ = digits.load_digits(data.held_out, training=False)
+    held_out = digits.to_patches(images, data.patch_size)
     keys = {p.tobytes() for p in held_out}
     assert len(keys) == 297
     for batch in take(make_loader(data), 2):
@@ -376,7 +377,7 @@ def test_held_out_batches(task):
 
 
 def test_held_out_captions_are_true_and_in_both_languages():
-    images, labels = held_out_images(DATA)
+    images, labels = digits.load_digits(DATA.held_out, training=False)
     (batch,) = held_out_batches(DATA, MODEL, "caption", 297, 1)
     batch = flat(batch)
     expected = digits.to_patches(images, DATA.patch_size)

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floor 5. What a source of one's own holds: one reading of all records at the start.
+
+Every text of every record becomes an item of each of its tasks; running text that is
+longer than a sequence becomes several. What is kept is a few numbers per item: images
+are neither decoded nor, where they are files of their own, read but for both ends.
+
+Which records are held out depends on what they hold, not on their order or names: those
+with the smallest digests. Records with the same image, or without one with the same
+texts, have the same digest and are on the same side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxmoe.config import ConfigError
+from jaxmoe.config_base import mistake
+from jaxmoe.config_source import Source, source_files
+from jaxmoe.data.columns import ArrayRecords, ParquetTable
+from jaxmoe.data.fields import BrokenRecord, Fields, parse_fields
+from jaxmoe.data.readers import (
+    JsonLines,
+    Members,
+    PlainText,
+    Raw,
+    Reader,
+    image_identity,
+)
+from jaxmoe.data.tasks import IMAGE_TASKS, TASKS, chunk_tokens
+from jaxmoe.data.tokenizer import Tokenizer
+
+SHOWN = 3  # broken records that a message names
+
+_MEASURED = 100  # texts from which the bytes of a token are known
+
+
+class Items(NamedTuple):
+    """The items of a task: arrays of one length, one entry per example of an epoch."""
+
+    record: np.ndarray  # int64, number of the record
+    text: np.ndarray  # int32, which of its texts
+    piece: np.ndarray  # int32, which piece of the text
+    tokens: np.ndarray  # int32, tokens of the text or piece, without special ones
+
+
+class Index(NamedTuple):
+    """A source that has been read once.
+
+    Attributes:
+      reader: gives its records.
+      items: of every task that it has records for.
+      digest: uint64 [records], by which records are held out; 0 for broken ones.
+      content: identifies all that was read.
+      broken: where each broken record stands, and why it is broken.
+      piece_bytes: of running text, by task.
+    """
+
+    reader: Reader
+    items: dict[str, Items]
+    digest: np.ndarray
+    content: str
+    broken: tuple[str, ...]
+    piece_bytes: dict[str, int]
+
+
+def open_reader(source: Source) -> Reader:
+    """The reader of a source that is not built in.
+
+    Raises:
+      ConfigError: if its files are not what their endings say.
+    """
+    files = source_files(source)
+    readers: dict[str, Callable[[list[str]], Reader]] = {
+        "jsonl": JsonLines,
+        "txt": PlainText,
+        "tar": lambda tars: Members(tars, folder=False),
+        "folder": lambda folders: Members(folders, folder=True),
+        "array_record": ArrayRecords,
+        "parquet": ParquetTable,
+    }
+    return readers[source.kind](files)
+
+
+def make_index(
+    source: Source, tokenizer: Tokenizer, *, sequence_length: int, max_broken: float
+) -> Index:
+    """Reads all records of a source once.
+
+    Args:
+      source: Not a built-in one.
+      tokenizer: Counts the tokens.
+      sequence_length: To which running text is cut.
+      max_broken: Share of the records that may be broken.
+
+    Raises:
+      ConfigError: if the source has no records, or too many broken ones.
+    """
+    reader = open_reader(source)
+    if not len(reader):
+        raise mistake(
+            f"Data.source: {source.path!r} holds no records",
+            "a folder holds images with texts of the same name (cat.jpg, cat.txt) or"
+            " texts alone, a file at least one record",
+            "Name the file or folder that has them, for example a .jsonl file inside",
+        )
+    piece_bytes = _piece_bytes(reader, tokenizer, sequence_length)
+    rows: dict[str, list[tuple[int, int, int, int]]] = {name: [] for name in TASKS}
+    digest = np.zeros(len(reader), np.uint64)
+    content, broken = hashlib.sha256(), []
+    for record in range(len(reader)):
+        try:
+            raw = reader.raw(record)
+            fields = parse_fields(raw.fields, has_image=raw.image is not None)
+            identity = _identity(raw, fields)
+        except BrokenRecord as error:
+            broken.append(f"{reader.name(record)}: {error}")
+            continue
+        content.update(identity + repr(fields).encode())
+        digest[record] = _number(identity)
+        for name in fields.tasks:
+            for text, place in enumerate(fields.texts):
+                size = 0 if name in IMAGE_TASKS else piece_bytes[name]
+                for piece, part in enumerate(pieces(place[1], size)):
+                    tokens = len(tokenizer.encode(part))
+                    rows[name].append((record, text, piece, tokens))
+    _check_broken(source, len(reader), broken, max_broken)
+    return Index(
+        reader,
+        {name: _items(of_task) for name, of_task in rows.items() if of_task},
+        digest,
+        content.hexdigest()[:16],
+        tuple(broken),
+        piece_bytes,
+    )
+
+
+def held_out_records(index: Index, share: float) -> np.ndarray:
+    """Which records are kept from training: bool [records].
+
+    The share is rounded to a whole number, at least 1 unless it is 0 or there is only
+    one record. Records of one digest with the last of them are kept too.
+    """
+    good = index.digest[index.digest > 0]
+    count = min(max(1, round(share * len(good))), len(good) - 1) if share else 0
+    if count < 1:
+        return np.zeros(len(index.digest), bool)
+    last = np.partition(good, count - 1)[count - 1]
+    return (index.digest > 0) & (index.digest <= last)
+
+
+def part_of(items: Items, chosen: np.ndarray) -> Items:
+    """The items of the chosen records, bool [records]."""
+    kept = chosen[items.record]
+    return Items(*(array[kept] for array in items))
+
+
+def pieces(text: str, size: int) -> list[str]:
+    """Cuts a text into pieces of at most so many bytes of UTF-8; 0: one piece.
+
+    A piece ends behind the last blank of its second half, if there is one.
+    """
+    content = text.encode("utf-8", errors="replace")
+    if not size or len(content) <= size:
+        return [text]
+    size = max(size, 4)  # a character fits
+    found, start = [], 0
+    while start < len(content):
+        end = start + size
+        if end < len(content):
+            blank = content.rfind(b" ", start + size // 2, end)
+            if blank > 0:
+                end = blank + 1
+            else:
+                while content[end] & 0xC0 == 0x80:  # inside a character
+                    end -= 1
+        found.append(content[start:end].decode("utf-8"))
+        start = end
+    return found
+
+
+def _piece_bytes(
+    reader: Reader, tokenizer: Tokenizer, sequence_length: int
+) -> dict[str, int]:
+    """Bytes of running text that make about as many tokens as a task has room for."""
+    size = tokens = 0
+    for record in range(min(len(reader), _MEASURED)):
+        try:
+            raw = reader.raw(record)
+            fields = parse_fields(raw.fields, has_image=raw.image is not None)
+        except BrokenRecord:
+            continue
+        for _, text in fields.texts:
+            part = text[: 10 * _MEASURED]
+            size += len(part.encode("utf-8", errors="replace"))
+            tokens += len(tokenizer.encode(part))
+    ratio = size / tokens if tokens else 1.0
+    chunks = {n: chunk_tokens(n, sequence_length) for n in ("text_denoise", "lm")}
+    return {name: max(1, int(chunk * ratio)) for name, chunk in chunks.items()}
+
+
+def _identity(raw: Raw, fields: Fields) -> bytes:
+    if raw.image is not None:
+        return image_identity(raw.image)
+    return repr(fields.texts).encode()
+
+
+def _number(identity: bytes) -> int:
+    """A number from 1 on that is spread evenly."""
+    return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest()) | 1
+
+
+def _items(rows: list[tuple[int, int, int, int]]) -> Items:
+    record, text, piece, tokens = np.array(rows, np.int64).T
+    return Items(record, *(a.astype(np.int32) for a in (text, piece, tokens)))
+
+
+def _check_broken(
+    source: Source, count: int, broken: list[str], max_broken: float
+) -> None:
+    if len(broken) > max_broken * count or len(broken) == count:
+        few = "; ".join(broken[:SHOWN]) + ("; ..." if len(broken) > SHOWN else "")
+        raise ConfigError(
+            f"{len(broken)} of the {count} records of {source.path!r} are broken:"
+            f" {few}. At most Data.max_broken={max_broken} of them may be, and not"
+            " all. Mend or remove them"
+            + ("." if len(broken) == count else ", or set Data.max_broken higher.")
+        )
