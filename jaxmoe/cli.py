@@ -25,6 +25,7 @@ from jaxmoe import (
     aot_command,
     config_checks,
     gin_config,
+    inspect_command,
     overlap_command,
     plan_command,
     schedule_command,
@@ -47,6 +48,8 @@ usage: jaxmoe COMMAND [--gin_file=FILE] [--gin.X.y=VALUE] [options]
             [--figure=FILE] [--json]
   overlap   tell how much communication of a profile is hidden: TRACE
             [--pattern=CLASS=REGEX]... [--section=REGEX] [--figure=FILE] [--json]
+  inspect   list the checkpoints of a run, without devices: DIR [--step=N]
+            [--export=FILE.safetensors] [--json]
 
 Every option of the configuration is set with --gin.SECTION.FIELD=VALUE, for example
 --gin.MoE.num_experts=16 or --gin.Train.steps=200; --gin_file=FILE may be repeated.
@@ -63,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "plan": partial(_alone, "plan", plan_command),
         "aot": _aot,
         "overlap": partial(_alone, "overlap", overlap_command),
+        "inspect": partial(_alone, "inspect", inspect_command),
     }
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_USAGE, end="")

@@ -145,6 +145,7 @@ def test_commands_parse(page, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("jaxmoe.trainer.Trainer", CheckedTrainer)
     monkeypatch.setattr("jaxmoe.trainer.evaluate_run", lambda *_: {})
     monkeypatch.setattr("jaxmoe.aot_command.run", lambda *_: 0)
+    monkeypatch.setattr("jaxmoe.inspect_command.run", lambda *_: 0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     for command in commands(page.read_text("utf-8")):

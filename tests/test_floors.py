@@ -33,10 +33,11 @@ FLOORS = (
         "warm_start",
         "evaluate",
         "generate",
+        "export",
     ),
     (
         *("cli", "schedule_command", "plan_command", "overlap_command", "__main__"),
-        *("aot_command", "aot.*"),
+        *("aot_command", "aot.*", "inspect_command"),
     ),
 )
 WITHOUT_JAX = ("jax", "flax", "optax", "orbax", "grain")
