@@ -371,7 +371,8 @@ def _check_images(config: Config, kinds: set[str]) -> None:
             f" of Data.source={data.source!r}",
             f"digits are gray and have {DIGITS_PIXELS} x {DIGITS_PIXELS} pixels, and"
             " all images of a run have one shape",
-            f"Set Data.image_size={DIGITS_PIXELS} and Data.image_mode='gray'",
+            f"Set Data.image_size={DIGITS_PIXELS} and Data.image_mode='gray', or"
+            " Data.source to images of your own",
         )
     if size % data.patch_size:
         fits = base.closest(base.all_divisors(size), data.patch_size)

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxmoe import config as config_lib
 from jaxmoe import gin_config
 from jaxmoe.config_values import FIELDS
+from tests.data import own_files
 from tests.test_floors import FLOORS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -148,6 +149,7 @@ def test_commands_parse(page, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("jaxmoe.inspect_command.run", lambda *_: 0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
+    own_files.write(tmp_path / "photos", "folder", own_files.records(3))
     for command in commands(page.read_text("utf-8")):
         words = shlex.split(command, comments=True)
         if words[:2] == ["python", "train.py"]:

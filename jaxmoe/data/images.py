@@ -8,6 +8,8 @@ from typing import Literal
 
 import numpy as np
 
+from jaxmoe.config import Data
+from jaxmoe.data import digits
 from jaxmoe.data.fields import BrokenRecord
 
 
@@ -49,6 +51,11 @@ def decode(
         reason = str(error).partition("<_io")[0].strip() or type(error).__name__
         raise BrokenRecord(f"its image cannot be decoded ({reason})") from error
     return pixels.reshape(size, size, -1)
+
+
+def to_patches(image: np.ndarray, data: Data) -> np.ndarray:
+    """Cuts a decoded image into patches, float32 [P, D]."""
+    return digits.to_patches(image[None], data.patch_size)[0]
 
 
 def _eight_bits(image):

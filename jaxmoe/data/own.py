@@ -11,7 +11,7 @@ import numpy as np
 from jaxmoe.config import Data, Model, image_patches
 from jaxmoe.data import digits, tasks
 from jaxmoe.data.fields import BrokenRecord, Fields, parse_fields
-from jaxmoe.data.images import decode
+from jaxmoe.data.images import decode, to_patches
 from jaxmoe.data.index import Index, Items, pieces
 from jaxmoe.data.readers import Raw, image_bytes
 from jaxmoe.data.tasks import IMAGE_TASKS, Example
@@ -83,7 +83,7 @@ class OwnRecords:
           BrokenRecord: if it cannot be decoded.
         """
         raw, _ = self._record("caption", index)
-        return self._cut(self._image(raw))
+        return to_patches(self._image(raw), self._data)
 
     def example(self, task: str, index: int, rng: np.random.Generator) -> Example:
         """Makes the example of an item.
@@ -139,7 +139,7 @@ class OwnRecords:
             pixels = self._data.shift_pixels
             dy, dx = rng.integers(-pixels, pixels + 1, size=2).tolist()
             image = digits.shift(image, dy, dx)
-        patches, room = self._cut(image), self._room(task)
+        patches, room = to_patches(image, self._data), self._room(task)
         ids = self._tokenizer.encode(text)
         spoken = {"language": language, "tokenizer": self._tokenizer}
         if task == "caption":
@@ -180,6 +180,3 @@ class OwnRecords:
             raise BrokenRecord("its image is gone")
         data = self._data
         return decode(image_bytes(raw.image), data.image_size, data.image_mode)
-
-    def _cut(self, image: np.ndarray) -> np.ndarray:
-        return digits.to_patches(image[None], self._data.patch_size)[0]
