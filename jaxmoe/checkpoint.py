@@ -93,6 +93,8 @@ class Checkpointer:
         mounted. A relative one is made absolute.
       keep: Complete steps kept, the newest ones; older ones are removed once a newer
         one is complete.
+      keep_every, keep_best, best_metric: What is kept besides, see `Checkpoint` in
+        jaxmoe.config; figures are those in `figures` of the notes of save().
       asynchronous: save() returns when the arrays are off the devices and the rest goes
         on in a thread. An error in it is raised by the next save(), wait() or close().
       read_only: Nothing is created or written; save() is an error.
@@ -106,10 +108,19 @@ class Checkpointer:
         directory: str | os.PathLike[str],
         *,
         keep: int = 3,
+        keep_every: int = 0,
+        keep_best: int = 0,
+        best_metric: str = "loss",
         asynchronous: bool = True,
         read_only: bool = False,
     ):
-        self._folder = checkpoint_folder.CheckpointFolder(directory, keep=keep)
+        self._folder = checkpoint_folder.CheckpointFolder(
+            directory,
+            keep=keep,
+            keep_every=keep_every,
+            keep_best=keep_best,
+            best_metric=best_metric,
+        )
         self._asynchronous = asynchronous
         self._read_only = read_only
         self._history: int | None = None  # the step this run went on from

@@ -220,9 +220,21 @@ class CheckpointFolder:
     Args:
       path: The folder. A relative one is made absolute.
       keep: Complete steps kept, the newest ones.
+      keep_every: Complete steps that this divides are kept too; 0: none.
+      keep_best: So many complete steps are kept too: those whose figure `best_metric`
+        is best, the later of equal ones. A step without that figure is none of them.
+      best_metric: Name of a figure; higher is better for `..accuracy..`, `..match`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, keep: int):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int,
+        keep_every: int = 0,
+        keep_best: int = 0,
+        best_metric: str = "loss",
+    ):
         if "://" in os.fspath(path):
             raise ConfigError(
                 f"the checkpoint folder {os.fspath(path)!r} is a URL; it must be a"
@@ -235,7 +247,8 @@ class CheckpointFolder:
                 " 1 or more."
             )
         self.path = Path(os.path.abspath(path))
-        self._keep = keep
+        self._keep, self._keep_every, self._keep_best = keep, keep_every, keep_best
+        self._metric = best_metric
         self._id = uuid.uuid4().hex
         self._claimed = False
         self._verified: dict[int, Signature] = {}
@@ -313,11 +326,30 @@ class CheckpointFolder:
         self._verified[step] = commit(self[step], {"step": step, **body})
         older = [number for number in self.numbers() if number < step]
         complete = [number for number in older if self._looks_complete(number)]
-        for number in set(older) - set(
-            complete[max(len(complete) + 1 - self._keep, 0) :]
-        ):
+        for number in set(older) - self._kept([*complete, step]):
             self._verified.pop(number, None)
             remove(self[number])
+
+    def _kept(self, complete: list[int]) -> set[int]:
+        """Which of the complete steps stay, by the three rules."""
+        kept = set(complete[-self._keep :])
+        if self._keep_every:
+            kept |= {number for number in complete if number % self._keep_every == 0}
+        if self._keep_best:
+            sign = 1 if "accuracy" in self._metric or "match" in self._metric else -1
+            ranked = sorted(
+                (sign * figure, number)
+                for number in complete
+                if (figure := self._figure(number)) is not None
+            )
+            kept |= {number for _, number in ranked[-self._keep_best :]}
+        return kept
+
+    def _figure(self, step: int) -> float | None:
+        try:
+            return read_marker(self[step])["extra"]["figures"][self._metric]
+        except (Broken, KeyError, TypeError):
+            return None
 
     def abandon(self, step: int) -> None:
         """After a failed save: gives the space back, if this run still writes here."""

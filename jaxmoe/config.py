@@ -329,12 +329,37 @@ class Data:
     prefetch_batches: int = option(4, "batches prepared ahead", low=1)
 
 
+BestMetric = Literal[
+    "loss",
+    "eval_loss_caption",
+    "eval_loss_image_denoise",
+    "eval_loss_text_denoise",
+    "eval_loss_lm",
+    "eval_accuracy_caption",
+    "eval_accuracy_image_denoise",
+    "eval_accuracy_text_denoise",
+    "eval_accuracy_lm",
+    "caption_exact_match",
+]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """When the training state is written."""
 
     every_steps: int = option(500, "steps between checkpoints; 0: only the end", low=0)
     keep: int = option(3, "newest checkpoints kept", low=1)
+    keep_every: int = option(
+        0, "checkpoints of steps that this divides are kept for ever; 0: none", low=0
+    )
+    keep_best: int = option(
+        0, "checkpoints kept that are best by best_metric; 0: none", low=0
+    )
+    best_metric: BestMetric = option(
+        "loss",
+        "figure of the step by which keep_best chooses: the highest accuracies and"
+        " matches, the lowest of the others",
+    )
     asynchronous: bool = option(True, "write while training goes on")
 
 
@@ -395,35 +420,6 @@ def microbatches(config: Config, ranks: int) -> int:
     """Microbatches of a whole step, over all accumulated parts."""
     parts = config.train.accumulation
     return parts * pipeline_microbatches(config.pipeline, ranks)
-
-
-def profiled_steps(train: Train) -> range:
-    """The steps of `Train.profile_steps`, the first of a run being 1.
-
-    Raises:
-      ConfigError: if the text cannot be read, or the run has no such steps.
-    """
-    text, steps = train.profile_steps, train.steps
-    if not text:
-        return range(0)
-    match = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?", text)
-    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    name = f"Train.profile_steps={text!r}"
-    if not 1 <= first <= last:
-        end = min(12, steps)
-        remedy = f"'{max(end - 2, 1)}-{end}', or '' to profile none" if end else "''"
-        raise mistake(
-            f"{name} names no steps",
-            "it is a number from 1 on, or two such numbers FIRST-LAST in rising order",
-            f"Set Train.profile_steps={remedy}",
-        )
-    if last > steps:
-        raise mistake(
-            f"{name} goes beyond Train.steps={steps}",
-            "only steps of the run can be profiled",
-            f"Set Train.steps={last} or more, or Train.profile_steps=''",
-        )
-    return range(first, last + 1)
 
 
 def image_patches(data: Data) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
 
 from jaxmoe import config_base as base
 from jaxmoe.config import (
@@ -20,13 +21,13 @@ from jaxmoe.config import (
     Model,
     MoE,
     Pipeline,
+    Train,
     group_tokens,
     image_patches,
     layer_kinds,
     microbatches,
     num_replicas,
     pipeline_microbatches,
-    profiled_steps,
 )
 from jaxmoe.config_base import ConfigError, check_multiple, mistake, near
 from jaxmoe.config_source import TEXT_KINDS, parse_sources
@@ -53,6 +54,7 @@ def check(config: Config) -> None:
     base.check_tokenizer_spec(config.data.tokenizer)
     base.check_run_folder(config.train.init_from)
     profiled_steps(config.train)
+    _check_best(config)
     if config.balancer.interval and "moe" not in layer_kinds(config.model):
         raise mistake(
             f"Balancer.interval={config.balancer.interval} with"
@@ -70,6 +72,50 @@ def check(config: Config) -> None:
         pipe = 2 if given and config.model.num_layers > 1 else 1
     sizes = [1 if n == "auto" else n for n in (mesh.data, expert, pipe)]
     check_mesh(config, *sizes)
+
+
+def profiled_steps(train: Train) -> range:
+    """The steps of `Train.profile_steps`, the first of a run being 1.
+
+    Raises:
+      ConfigError: if the text cannot be read, or the run has no such steps.
+    """
+    text, steps = train.profile_steps, train.steps
+    if not text:
+        return range(0)
+    match = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    name = f"Train.profile_steps={text!r}"
+    if not 1 <= first <= last:
+        end = min(12, steps)
+        remedy = f"'{max(end - 2, 1)}-{end}', or '' to profile none" if end else "''"
+        raise mistake(
+            f"{name} names no steps",
+            "it is a number from 1 on, or two such numbers FIRST-LAST in rising order",
+            f"Set Train.profile_steps={remedy}",
+        )
+    if last > steps:
+        raise mistake(
+            f"{name} goes beyond Train.steps={steps}",
+            "only steps of the run can be profiled",
+            f"Set Train.steps={last} or more, or Train.profile_steps=''",
+        )
+    return range(first, last + 1)
+
+
+def _check_best(config: Config) -> None:
+    """That every checkpoint is evaluated if evaluations decide which are kept."""
+    best, every = config.checkpoint, config.train.eval_every
+    if not best.keep_best or best.best_metric == "loss":
+        return
+    if not every or best.every_steps % every:
+        raise mistake(
+            f"Checkpoint.best_metric={best.best_metric!r} with"
+            f" Train.eval_every={every} and Checkpoint.every_steps={best.every_steps}",
+            "the figure comes from an evaluation at the step that is saved",
+            f"Set Train.eval_every={best.every_steps or 500}, or"
+            " Checkpoint.best_metric='loss'",
+        )
 
 
 def check_mesh(config: Config, data: int, expert: int, pipe: int) -> None:

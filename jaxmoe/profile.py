@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 import jax
 
 from jaxmoe import trace_file
-from jaxmoe.config import Train, profiled_steps
+from jaxmoe.config import Train
 from jaxmoe.config_base import ConfigError
+from jaxmoe.config_checks import profiled_steps
 from jaxmoe.overlap import analyse
 from jaxmoe.train_step import TrainState
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -90,6 +91,7 @@ class StepLog:
 
     Attributes:
       last: the newest figures that were written, but for lists.
+      figures: loss and evaluation of the newest step, those that are finite.
       spikes: the rule by which a loss is a spike.
     """
 
@@ -112,6 +114,7 @@ class StepLog:
         self._rate = learning_rate(config.optimizer, config.train.steps)
         self._skipped, self._skipped_in_a_row = skipped, 0
         self.spikes = SpikeRule(losses)
+        self.figures: dict[str, float] = {}
 
     def record(
         self,
@@ -137,6 +140,7 @@ class StepLog:
         skipped, rate = not is_finite(metrics), self._rate(step - 1 - self._skipped)
         if skipped:
             self._skip(step, loss, metrics, first_nonfinite(metrics))
+        self.figures = {} if skipped else {"loss": loss}
         with self._clock.host():
             self._progress.step(step)
             spike = None if skipped else self._spike(step, loss)
@@ -148,7 +152,10 @@ class StepLog:
             values |= self._of_data() | self._notes | (spike or {})
             self._notes = {}
         if evaluate:
-            values |= evaluate()
+            evaluation = evaluate()
+            values |= evaluation
+            finite = {k: v for k, v in evaluation.items() if math.isfinite(v)}
+            self.figures |= finite
             self._clock.restart()
         self.last = {k: v for k, v in values.items() if not isinstance(v, list)}
         with self._clock.host():

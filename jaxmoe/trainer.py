@@ -21,10 +21,10 @@ from typing import Any
 
 import jax
 
+from jaxmoe import config_changes, plots, rebalance, tree_names, warm_start
 from jaxmoe import mesh as mesh_lib
-from jaxmoe import plots, rebalance, tree_names, warm_start
 from jaxmoe.checkpoint import Checkpointer
-from jaxmoe.config import Balancer, Config
+from jaxmoe.config import Balancer, Config, ConfigError
 from jaxmoe.data.loader import Loader
 from jaxmoe.data.records import vocab_size
 from jaxmoe.evaluate import EvaluationStopped, Evaluator
@@ -120,6 +120,9 @@ class Trainer:
         checkpoints = Checkpointer(
             self.workdir / "checkpoints",
             keep=config.checkpoint.keep,
+            keep_every=config.checkpoint.keep_every,
+            keep_best=config.checkpoint.keep_best,
+            best_metric=config.checkpoint.best_metric,
             asynchronous=config.checkpoint.asynchronous,
         )
         with _StopFlag() as stop, checkpoints:
@@ -173,12 +176,19 @@ class Trainer:
             run = self.config.train.init_from
             weights = warm_start.load_weights(run, abstract) if run else {}
             return lambda: warm_start.with_weights(self.setup.initial_state(), weights)
-        for change in _changes(checkpoints.config_text(newest), self.config_text):
-            print(f"since step {newest}: {change}", flush=True)
-        self.loader.restore(checkpoints.extra(newest)["data"])
+        changes = config_changes.changes(
+            checkpoints.config_text(newest), self.config_text
+        )
+        for change in changes:
+            print(f"since step {newest}: {change} ({change.consequence})", flush=True)
         abstract, leaves = rebalance.of_checkpoint(abstract, checkpoints.leaves(newest))
-        if tree_names.differences(leaves, abstract):
-            checkpoints.restore(newest, abstract)  # raises, a line for each difference
+        try:
+            if tree_names.differences(leaves, abstract):
+                checkpoints.restore(newest, abstract)  # raises, a line for each
+            self.loader.restore(checkpoints.extra(newest)["data"])
+        except ConfigError as error:
+            raise config_changes.with_changes(error, changes) from None
+        config_changes.refuse_another_model(newest, changes)
         print(f"going on from step {newest} of {self.workdir}", flush=True)
 
         def restore() -> TrainState:
@@ -251,7 +261,11 @@ class Trainer:
                 f"step {step}: {name} is not finite after the update. A state must be"
                 " finite. It was not saved; lower Optimizer.learning_rate."
             )
-        notes = {"data": self.loader.state(), "losses": list(log.spikes.window)}
+        notes = {
+            "data": self.loader.state(),
+            "losses": list(log.spikes.window),
+            "figures": log.figures,
+        }
         saved = self.rebalancer.to_logical(state) if self.rebalancer else state
         checkpoints.save(step, saved, notes, self.config_text)
 
@@ -330,24 +344,6 @@ def _result(future: Future, stop: _StopFlag) -> Any:
     if stop.signal:
         raise Stopped(f"stopped by {stop.signal} before a step was made")
     return future.result()
-
-
-def _changes(then: str, now: str) -> list[str]:
-    """The fields in which two texts of config.gin differ."""
-
-    def fields(text: str) -> dict[str, str]:
-        lines = (line.partition("#")[0] for line in text.splitlines())
-        pairs = (line.partition("=") for line in lines)
-        return {
-            name.strip(): value.strip() for name, is_field, value in pairs if is_field
-        }
-
-    old, new = fields(then), fields(now)
-    return [
-        f"{name} was {old.get(name, 'absent')} and is {new.get(name, 'absent')}"
-        for name in dict.fromkeys((*old, *new))
-        if old.get(name) != new.get(name)
-    ]
 
 
 def _start(config: Config) -> tuple[str, mesh_lib.Sizes, Setup]:

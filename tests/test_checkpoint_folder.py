@@ -19,14 +19,14 @@ def opened(path, keep=9):
     return folder
 
 
-def write(folder, step, history=None):
+def write(folder, step, history=None, figures=None):
     """Saves a step of two small files; False if it was complete."""
     if not folder.begin(step, history):
         return False
     (folder[step] / "arrays" / "d").mkdir(parents=True)
     (folder[step] / "arrays" / "d" / "data").write_bytes(bytes(range(256)) * (step + 1))
     (folder[step] / "arrays" / "tree").write_text(f"tree of {step}")
-    folder.commit(step, {"extra": {"step": step}})
+    folder.commit(step, {"extra": {"step": step, "figures": figures or {}}})
     return True
 
 
@@ -179,6 +179,40 @@ def test_keeps_the_newest_complete_steps(tmp_path, keep):
         if step == 4:  # a step that is broken is not one of those kept
             (folder[4] / "complete.json").unlink()
     assert folder.numbers() == {1: [6], 2: [5, 6], 3: [3, 5, 6]}[keep]
+
+
+@pytest.mark.parametrize(
+    ("rules", "left"),
+    [
+        ({"keep_every": 3}, [3, 6, 8]),
+        ({"keep_best": 2}, [2, 5, 8]),  # losses 1.0 and 1.5
+        ({"keep_best": 1, "best_metric": "eval_accuracy_lm"}, [4, 8]),
+        ({"keep_best": 9, "best_metric": "eval_loss_lm"}, [8]),  # nobody has it
+        ({"keep_every": 4, "keep_best": 1}, [4, 5, 8]),
+    ],
+)
+def test_keeps_every_so_many_and_the_best(tmp_path, rules, left):
+    """Beside the newest one; figures of each step in its marker, some without."""
+    losses = {1: 3.0, 2: 1.5, 3: 4.0, 4: 2.0, 5: 1.0, 7: 5.0}
+    folder = CheckpointFolder(tmp_path, keep=1, **rules)
+    folder.probe()
+    for step in range(1, 9):
+        figures = {"eval_accuracy_lm": 0.9 if step == 4 else 0.1}
+        if step in losses:
+            figures["loss"] = losses[step]
+        write(folder, step, figures=figures)
+    assert folder.numbers() == left
+
+
+def test_a_history_that_was_left_has_no_best_step(tmp_path):
+    folder = CheckpointFolder(tmp_path, keep=1, keep_best=1)
+    folder.probe()
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        write(folder, step, figures={"loss": loss})
+    write(folder, 2, history=1, figures={"loss": 9.0})
+    assert folder.numbers() == [2]
+    write(folder, 3, figures={"loss": 8.0})
+    assert folder.numbers() == [3]
 
 
 def test_nothing_goes_before_the_new_step_is_complete(tmp_path):

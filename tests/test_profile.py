@@ -7,7 +7,8 @@ import jax
 import pytest
 
 from jaxmoe import cli, plots, profile
-from jaxmoe.config import Train, profiled_steps
+from jaxmoe.config import Train
+from jaxmoe.config_checks import profiled_steps
 from jaxmoe.profile import Profile
 from tests import helpers
 
