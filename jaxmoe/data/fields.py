@@ -12,11 +12,14 @@ What does not fit is a `BrokenRecord`: it is skipped, counted and named.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxmoe.data.tasks import IMAGE_TASKS, TASKS
 from jaxmoe.data.tokenizer import LANGUAGES, Language
+
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell them, UTF-8 cannot
 
 
 class BrokenRecord(Exception):
@@ -82,6 +85,8 @@ def _texts(name: str, value: Any) -> Iterator[str]:
             raise BrokenRecord(f"{name!r} is {_shown(text)}, not text")
         if not text.strip():
             raise BrokenRecord(f"{name!r} is empty")
+        if not text.isascii() and _SURROGATE.search(text):
+            raise BrokenRecord(f"{name!r} has half a character (a surrogate)")
         yield text.strip()
 
 

@@ -13,14 +13,15 @@ texts, have the same digest and are on the same side.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config_base import mistake
-from jaxmoe.config_source import Source, source_files
+from jaxmoe.config_base import mistake, shown_path
+from jaxmoe.config_source import KINDS, Source, source_files
 from jaxmoe.data.columns import ArrayRecords, ParquetTable
 from jaxmoe.data.fields import BrokenRecord, Fields, parse_fields
 from jaxmoe.data.readers import (
@@ -102,11 +103,12 @@ def make_index(
     """
     reader = open_reader(source)
     if not len(reader):
+        other = _named_inside(source)
         raise mistake(
             f"Data.source: {source.path!r} holds no records",
             "a folder holds images with texts of the same name (cat.jpg, cat.txt) or"
             " texts alone, a file at least one record",
-            "Name the file or folder that has them, for example a .jsonl file inside",
+            f"Name {shown_path(other) if other else 'the file or folder with them'}",
         )
     piece_bytes = _piece_bytes(reader, tokenizer, sequence_length)
     rows: dict[str, list[tuple[int, int, int, int]]] = {name: [] for name in TASKS}
@@ -123,10 +125,11 @@ def make_index(
         content.update(identity + repr(fields).encode())
         digest[record] = _number(identity)
         for name in fields.tasks:
-            for text, place in enumerate(fields.texts):
-                size = 0 if name in IMAGE_TASKS else piece_bytes[name]
-                for piece, part in enumerate(pieces(place[1], size)):
-                    tokens = len(tokenizer.encode(part))
+            size = 0 if name in IMAGE_TASKS else piece_bytes[name]
+            for text, (_, words) in enumerate(fields.texts):
+                whole = words.encode()
+                for piece in range(num_pieces(whole, size)):
+                    tokens = len(tokenizer.encode(piece_of(whole, size, piece)))
                     rows[name].append((record, text, piece, tokens))
     _check_broken(source, len(reader), broken, max_broken)
     return Index(
@@ -159,28 +162,43 @@ def part_of(items: Items, chosen: np.ndarray) -> Items:
     return Items(*(array[kept] for array in items))
 
 
-def pieces(text: str, size: int) -> list[str]:
-    """Cuts a text into pieces of at most so many bytes of UTF-8; 0: one piece.
-
-    A piece ends behind the last blank of its second half, if there is one.
-    """
-    content = text.encode("utf-8", errors="replace")
+def num_pieces(content: bytes, size: int) -> int:
+    """How many pieces of at most `size` bytes a text is cut into; 0: it is not cut."""
     if not size or len(content) <= size:
-        return [text]
-    size = max(size, 4)  # a character fits
-    found, start = [], 0
-    while start < len(content):
-        end = start + size
-        if end < len(content):
-            blank = content.rfind(b" ", start + size // 2, end)
-            if blank > 0:
-                end = blank + 1
-            else:
-                while content[end] & 0xC0 == 0x80:  # inside a character
-                    end -= 1
-        found.append(content[start:end].decode("utf-8"))
-        start = end
-    return found
+        return 1
+    return -(-len(content) // _step(size))
+
+
+def piece_of(content: bytes, size: int, number: int) -> str:
+    """A piece of a text in UTF-8, found without cutting the others.
+
+    A piece ends behind a blank if there is one near its end, else behind a character.
+    """
+    count = num_pieces(content, size)
+    start, end = (
+        _cut(content, size, at) if 0 < at < count else at // count * len(content)
+        for at in (number, number + 1)
+    )
+    return content[start:end].decode("utf-8")
+
+
+def _step(size: int) -> int:
+    """Bytes from one cut to the next, before it moves back to a blank."""
+    return max(1, size - _back(size))
+
+
+def _back(size: int) -> int:
+    return max(3, min(16, size // 16))  # a character has 4 bytes at most
+
+
+def _cut(content: bytes, size: int, number: int) -> int:
+    end = number * _step(size)
+    blank = content.rfind(b" ", end - _back(size), end)
+    if blank >= 0:
+        return blank + 1
+    while content[end] & 0xC0 == 0x80:  # inside a character
+        end -= 1
+    return end
 
 
 def _piece_bytes(
@@ -196,11 +214,11 @@ def _piece_bytes(
             continue
         for _, text in fields.texts:
             part = text[: 10 * _MEASURED]
-            size += len(part.encode("utf-8", errors="replace"))
+            size += len(part.encode())
             tokens += len(tokenizer.encode(part))
     ratio = size / tokens if tokens else 1.0
     chunks = {n: chunk_tokens(n, sequence_length) for n in ("text_denoise", "lm")}
-    return {name: max(1, int(chunk * ratio)) for name, chunk in chunks.items()}
+    return {name: max(4, int(chunk * ratio)) for name, chunk in chunks.items()}
 
 
 def _identity(raw: Raw, fields: Fields) -> bytes:
@@ -223,10 +241,22 @@ def _check_broken(
     source: Source, count: int, broken: list[str], max_broken: float
 ) -> None:
     if len(broken) > max_broken * count or len(broken) == count:
+        other = _named_inside(source)
         few = "; ".join(broken[:SHOWN]) + ("; ..." if len(broken) > SHOWN else "")
         raise ConfigError(
             f"{len(broken)} of the {count} records of {source.path!r} are broken:"
             f" {few}. At most Data.max_broken={max_broken} of them may be, and not"
             " all. Mend or remove them"
             + ("." if len(broken) == count else ", or set Data.max_broken higher.")
+            + (f" Or name {shown_path(other)}, which is in that folder." * bool(other))
         )
+
+
+def _named_inside(source: Source) -> str:
+    """A file in a folder that is a source of its own, '' if there is none."""
+    if source.kind != "folder":
+        return ""
+    folder = source_files(source)[0]
+    found = (os.path.join(folder, name) for name in sorted(os.listdir(folder)))
+    kinds = [ending for ending in KINDS if ending != ".txt"]
+    return next((f for f in found if os.path.splitext(f)[1].lower() in kinds), "")

@@ -12,7 +12,7 @@ from jaxmoe.config import Data, Model, image_patches
 from jaxmoe.data import digits, tasks
 from jaxmoe.data.fields import BrokenRecord, Fields, parse_fields
 from jaxmoe.data.images import decode, to_patches
-from jaxmoe.data.index import Index, Items, pieces
+from jaxmoe.data.index import Index, Items, num_pieces, piece_of
 from jaxmoe.data.readers import Raw, image_bytes
 from jaxmoe.data.tasks import IMAGE_TASKS, Example
 from jaxmoe.data.tokenizer import Language, Tokenizer
@@ -156,12 +156,12 @@ class OwnRecords:
     def _of_text(
         self, task: str, index: int, text: str, rng: np.random.Generator
     ) -> Example:
-        parts = pieces(text, self._index.piece_bytes[task])
-        number = int(self._items[task].piece[index])
-        if number >= len(parts):
+        content, size = text.encode(), self._index.piece_bytes[task]
+        number, count = int(self._items[task].piece[index]), num_pieces(content, size)
+        if number >= count:
             raise BrokenRecord("its text has changed since the start")
-        ids = self._tokenizer.encode(parts[number])
-        if task == "lm" and number == len(parts) - 1:
+        ids = self._tokenizer.encode(piece_of(content, size, number))
+        if task == "lm" and number == count - 1:
             ids = [*ids, self._tokenizer.eos_id]
         spare = len(ids) - self._room(task)
         start = 0

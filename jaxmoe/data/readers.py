@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from jaxmoe.config_base import mistake, shown_path
 from jaxmoe.data.fields import BrokenRecord
 from jaxmoe.data.tokenizer import LANGUAGES
@@ -98,21 +100,25 @@ class JsonLines:
     """A record per line; an image is named by a path relative to the file's folder."""
 
     def __init__(self, files: list[str]):
-        self._lines = [
-            (file, number, offset, size)
-            for file in files
-            for number, offset, size in _lines(file)
+        self._files = files
+        lines = [
+            (number, *line)
+            for number, file in enumerate(files)
+            for line in _lines(file)
         ]
+        # [records, 4]: file, number of the line, offset, size
+        self._lines = np.array(lines, np.int64).reshape(-1, 4)
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def name(self, index: int) -> str:
-        file, number, *_ = self._lines[index]
-        return f"{shown_path(file)}, line {number}"
+        file, number, *_ = self._lines[index].tolist()
+        return f"{shown_path(self._files[file])}, line {number}"
 
     def raw(self, index: int) -> Raw:
-        file, _, offset, size = self._lines[index]
+        number, _, offset, size = self._lines[index].tolist()
+        file = self._files[number]
         fields = json_fields(_part(Blob(file, offset, size), 0, size))
         path = fields.pop("image", None)
         if path is None:
@@ -127,7 +133,8 @@ class Members:
     """Files of one name and different endings, in a folder or in tar shards.
 
     cat.jpg with cat.txt, cat.en.txt, cat.zh.txt or cat.json, which holds fields as a
-    line of `JsonLines` does. The name ends at the first dot, as in WebDataset.
+    line of `JsonLines` does. The name ends at the first dot, as in WebDataset. A text
+    alone is running text, and becomes several records as in `PlainText`.
     """
 
     def __init__(self, files: list[str], *, folder: bool):
@@ -142,14 +149,17 @@ class Members:
             key = place, os.path.join(os.path.dirname(path), stem)
             kind = "image" if ending in images else ending
             found.setdefault(key, {}).setdefault(kind, blob)
-        self._members = list(found.items())
+        self._members = [
+            (key, part) for key, parts in found.items() for part in _split(parts)
+        ]
 
     def __len__(self) -> int:
         return len(self._members)
 
     def name(self, index: int) -> str:
-        (place, key), _ = self._members[index]
-        return f"{shown_path(place)}, {key}"
+        (place, key), parts = self._members[index]
+        start = next(iter(parts.values())).offset if len(parts) == 1 else 0
+        return f"{shown_path(place)}, {key}" + (f", byte {start}" if start else "")
 
     def raw(self, index: int) -> Raw:
         _, parts = self._members[index]
@@ -169,7 +179,7 @@ class PlainText:
     """Running text, cut at line ends into records of some 2,000 bytes."""
 
     def __init__(self, files: list[str]):
-        self._blobs = [blob for file in files for blob in _text_blocks(file)]
+        self._blobs = [blob for file in files for blob in _blocks(_whole(file))]
 
     def __len__(self) -> int:
         return len(self._blobs)
@@ -205,7 +215,7 @@ def text_of(content: bytes) -> str:
       BrokenRecord: if it is not.
     """
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise BrokenRecord(f"its text is not UTF-8 ({error.reason})") from error
 
@@ -231,18 +241,31 @@ def _lines(file: str) -> Iterator[tuple[int, int, int]]:
             offset += len(line)
 
 
-def _text_blocks(file: str) -> Iterator[Blob]:
-    start = size = 0
-    blank = True
-    with open(file, "rb") as lines:
-        for line in lines:
+def _blocks(text: Blob) -> Iterator[Blob]:
+    """Running text in whole lines, of so many bytes at least."""
+    start, size, blank = text.offset, 0, True
+    with open(text.file, "rb") as lines:
+        lines.seek(start)
+        left = text.size
+        while left and (line := lines.readline(left)):
+            left -= len(line)
             size += len(line)
             blank = blank and not line.strip()
             if size >= BLOCK_BYTES and not blank:
-                yield Blob(file, start, size)
+                yield Blob(text.file, start, size)
                 start, size, blank = start + size, 0, True
     if not blank:
-        yield Blob(file, start, size)
+        yield Blob(text.file, start, size)
+
+
+def _split(parts: dict[str, Blob]) -> Iterator[dict[str, Blob]]:
+    """The records of the files of one name: one, but of a long text alone."""
+    ending, blob = next(iter(parts.items()))
+    if len(parts) > 1 or ending not in _TEXTS or blob.size <= BLOCK_BYTES:
+        yield parts
+        return
+    for block in _blocks(blob):
+        yield {ending: block}
 
 
 def _folder_members(folder: str) -> Iterator[tuple[str, str, Blob]]:

@@ -6,8 +6,10 @@ import itertools
 import json
 import os
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from jaxmoe.config import ConfigError
 from jaxmoe.data import digits, fields, index, sources
@@ -186,13 +188,42 @@ def test_an_epoch_of_plain_text_has_all_of_it(tmp_path, make_loader):
     assert blocks - 1 <= ends <= blocks + 1
 
 
-@pytest.mark.parametrize("size", [4, 5, 7, 16, 1000])
-def test_pieces(size):
+@hypothesis.given(st.text(min_size=1, max_size=400), st.integers(4, 200))
+def test_pieces(text, size):
     """Together the pieces are the text, and none has more bytes."""
-    text = "Zwölf Boxkämpfer jagen 汉字 quer über den Sylter Deich " * 3
-    found = index.pieces(text, size)
+    text = text.encode("utf-8", errors="replace").decode()
+    content = text.encode()
+    count = index.num_pieces(content, size)
+    found = [index.piece_of(content, size, number) for number in range(count)]
     assert "".join(found) == text
     assert max(len(piece.encode()) for piece in found) <= size
+    assert index.num_pieces(content, 0) == 1
+    assert index.piece_of(content, 0, 0) == text
+
+
+def test_pieces_end_at_blanks():
+    content = b"twelve words of one text that is to be cut into pieces here " * 40
+    found = [
+        index.piece_of(content, 120, n) for n in range(index.num_pieces(content, 120))
+    ]
+    assert len(found) <= len(content) / 110 + 1
+    assert sum(piece.endswith(" ") for piece in found) > 0.8 * len(found)
+
+
+def test_long_texts_in_a_folder_are_as_in_a_file_of_text(tmp_path, make_loader):
+    """A book among the files is not read as a whole for each of its pieces."""
+    words = "".join(f"line {n} of a long text, {n * n}\n" for n in range(400))
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "book.txt").write_text(words)
+    (tmp_path / "book.txt").write_text("\ufeff" + words)
+    options = {"held_out_share": 0.0, **RUNNING}
+    folder = make_loader(str(tmp_path / "books"), **options)
+    file = make_loader(str(tmp_path / "book.txt"), **options)
+    reader = folder._sources.parts[0].records._index.reader
+    assert len(reader) == -(-len(words) // 2020)
+    assert "book, byte 20" in reader.name(1)
+    for one, other in zip(take(folder, 5), take(file, 5), strict=True):
+        assert_same(one, other)
 
 
 # Images ----------------------------------------------------------------------------
@@ -274,6 +305,7 @@ BROKEN = {
     '["en"]': "it is a list, not an object",
     '{"en": "x"': "it is not JSON (",
     "\udc80": "it is not JSON (",
+    r'{"en": "\ud800"}': "'en' has half a character",
 }
 
 
@@ -292,9 +324,9 @@ def test_broken_records_are_skipped_counted_and_named(tmp_path, capsys):
         assert f"data.jsonl, line {13 + number}: " in line
         assert reason in line
     told = capsys.readouterr().out
-    assert f"{len(BROKEN)} of 36 records are broken and left out:\n" in told
+    assert f"{len(BROKEN)} of 37 records are broken and left out:\n" in told
     assert told.count("data.jsonl, line") == 3 and told.endswith("...\n")
-    with pytest.raises(ConfigError, match=r"12 of the 36 records .*max_broken=0.3 of"):
+    with pytest.raises(ConfigError, match=r"13 of the 37 records .*max_broken=0.3 of"):
         sources.open_sources(dataclasses.replace(data, max_broken=0.3), MODEL)
 
 
@@ -364,6 +396,21 @@ def test_files_that_are_not_what_they_are_called(tmp_path, kind):
     (tmp_path / f"x.{kind}").write_bytes(content)
     data = dataclasses.replace(DATA, source=str(tmp_path / f"x.{kind}"))
     with pytest.raises(ConfigError, match=message):
+        sources.open_sources(data, MODEL)
+
+
+def test_a_folder_with_a_file_that_lists_it(tmp_path):
+    """Images without texts beside them, but named in a file there: that is told."""
+    own_files.write(tmp_path, "jsonl", own_files.records(3))
+    data = dataclasses.replace(DATA, source=str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"it has no text.* Or name .*/data\.jsonl, w"
+    ):
+        sources.open_sources(data, MODEL)
+    for file in tmp_path.glob("*.png"):
+        file.unlink()
+    sources._cached_index.cache_clear()
+    with pytest.raises(ConfigError, match=r"holds no records.* Name .*/data\.jsonl\."):
         sources.open_sources(data, MODEL)
 
 
