@@ -15,13 +15,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmoe.data import digits
-from jaxmoe.data.loader import held_out_batches
+from jaxmoe.data.loader import HeldOut, held_out_batches
 from jaxmoe.data.tasks import TASKS
 from jaxmoe.data.tokenizer import LANGUAGES, make_tokenizer
 from jaxmoe.evaluate import Evaluator
 from jaxmoe.loss import LossSums
 from jaxmoe.mesh import BATCH_AXES
 from tests import helpers
+from tests.data import own_files
 from tests.helpers import TEXT_ONLY, tiny_config
 
 CONFIG = tiny_config(
@@ -185,3 +186,36 @@ def test_a_text_run_has_no_captions():
     state = helpers.initial_state(config, 4, 2)
     judged = Evaluator(helpers.setup_of(config, 4, 2))
     assert judged(state.params, state.buffers) == ({}, [])
+
+
+def test_captions_of_own_images_by_language(tmp_path):
+    """Of a source with 20 held-out English captions and some Chinese ones, as many as
+    the batches of an evaluation hold; the English ones are right."""
+    source = own_files.write(tmp_path, "jsonl", own_files.records(40))
+    own = {"source": source, "held_out_share": 0.5}
+    config = tiny_config(data=own, train={"eval_batches": 1})
+    judged = Evaluator(helpers.setup_of(config, 4, 2))
+    judged._task_figures = lambda *_: {}
+    wanted = HeldOut(config.data, config.model).captions(32)
+    assert len(wanted) < 32
+    tokenizer = make_tokenizer(config.data.tokenizer)
+
+    def generate(params, buffers, batch):
+        rows = np.zeros((32, 40), np.int32)
+        for row, (language, _, truth) in zip(rows, wanted, strict=False):
+            said = truth if language == "en" else "?"
+            ids = [*tokenizer.encode(said), tokenizer.eos_id]
+            row[: len(ids)] = ids
+        return rows
+
+    judged._generate = generate
+    figures, captions = judged(None, None)
+    assert [(c.language, c.truth) for c in captions] == [(w[0], w[2]) for w in wanted]
+    english = sum(w.language == "en" for w in wanted)
+    assert english == 20
+    assert figures == {
+        "caption_exact_match": english / len(wanted),
+        "caption_exact_match_en": 1.0,
+        "caption_exact_match_zh": 0.0,
+    }
+    assert len(HeldOut(config.data, config.model).captions(7)) == 7

@@ -256,7 +256,9 @@ class Loader(Iterator[Batch]):
         if "digits" in sources.content:
             fields += ["held_out"]
         if own:
-            fields += ["image_size", "image_mode", "held_out_share"]
+            fields += ["image_size", "image_mode"]
+        if own and not data.held_out_source:
+            fields += ["held_out_share"]
         if data.packing:
             fields += ["packing"]
         # Where files lie decides nothing, only what they hold.

@@ -93,6 +93,8 @@ def open_sources(data: Data, model: Model) -> Sources:
     check_mask_fraction(data)
     excluded = _held_out_digests(data, model)
     parts, content, broken, notes = [], {}, [], []
+    if data.held_out_source:
+        content["held-out source"] = f"{_digest_of(excluded):016x}"
     for number, source in enumerate(parse_sources(data.source), 1):
         weights = task_weights(data, source.kind)
         if source.built_in:
@@ -196,6 +198,11 @@ def _held_out_digests(data: Data, model: Model) -> np.ndarray:
         return np.zeros(0, np.uint64)
     sources = parse_sources(data.held_out_source, "Data.held_out_source")
     return np.concatenate([_index(source, data, model).digest for source in sources])
+
+
+def _digest_of(digests: np.ndarray) -> int:
+    """Identifies a set of records."""
+    return int(np.bitwise_xor.reduce(np.unique(digests), initial=np.uint64(0)))
 
 
 def _of_those_there(

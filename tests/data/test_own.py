@@ -584,10 +584,17 @@ def test_a_source_to_hold_out(tmp_path, make_loader):
     truths = {caption.truth for caption in HeldOut(data, MODEL).captions(100)}
     assert truths == {r[x] for r in rows[3:6] for x in ("en", "zh") if x in r}
     loader = make_loader(source, epochs=1, **options)
+    state = loader.state()
     trained = {said(row) for row in rows_of(loader)}
     assert trained == {
         r[x] for r in rows[:3] + rows[6:] for x in ("en", "zh") if x in r
     }
+    # What is held out decides what is trained on; its order does not.
+    again = own_files.write(tmp_path / "again", "jsonl", rows[3:6][::-1])
+    make_loader(source, **{**options, "held_out_source": again}).restore(state)
+    fewer = own_files.write(tmp_path / "fewer", "jsonl", rows[3:5])
+    with pytest.raises(ConfigError, match="content of held-out source was"):
+        make_loader(source, **{**options, "held_out_source": fewer}).restore(state)
 
 
 def test_nothing_held_out(make_loader, written):
