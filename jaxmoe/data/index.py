@@ -84,7 +84,15 @@ def open_reader(source: Source) -> Reader:
         "array_record": ArrayRecords,
         "parquet": ParquetTable,
     }
-    return readers[source.kind](files)
+    try:
+        return readers[source.kind](files)
+    except OSError as error:
+        raise mistake(
+            f"Data.source: {shown_path(error.filename or source.path)} cannot be read"
+            f" ({error.strerror or error})",
+            "all files of a source are read at the start",
+            "Give a path that can be read",
+        ) from error
 
 
 def make_index(

@@ -23,6 +23,8 @@ from jaxmoe.data.tokenizer import LANGUAGES
 
 BLOCK_BYTES = 2000  # of running text that make a record, and the rest of the line
 
+_TEXTS = {"txt": "text", **{f"{language}.txt": language for language in LANGUAGES}}
+
 _ENDS = 4096  # bytes at both ends of an image by which it is known again
 
 
@@ -133,18 +135,23 @@ class Members:
     """Files of one name and different endings, in a folder or in tar shards.
 
     cat.jpg with cat.txt, cat.en.txt, cat.zh.txt or cat.json, which holds fields as a
-    line of `JsonLines` does. The name ends at the first dot, as in WebDataset. A text
-    alone is running text, and becomes several records as in `PlainText`.
+    line of `JsonLines` does. In a tar file the name ends at the first dot, as in
+    WebDataset. A text alone is running text, and becomes several records as in
+    `PlainText`.
     """
 
     def __init__(self, files: list[str], *, folder: bool):
         walk = _folder_members if folder else _tar_members
         images = _image_endings()
+        known = images | _TEXTS.keys() | {"json"}
         found: dict[tuple[str, str], dict[str, Blob]] = {}
         for place, path, blob in (m for file in files for m in walk(file)):
             stem, _, ending = os.path.basename(path).partition(".")
+            while folder and ending.lower() not in known and "." in ending:
+                more, _, ending = ending.partition(".")  # of a name with dots
+                stem = f"{stem}.{more}"
             ending = ending.lower()
-            if not stem or ending not in images | _TEXTS.keys() | {"json"}:
+            if not stem or ending not in known:
                 continue
             key = place, os.path.join(os.path.dirname(path), stem)
             kind = "image" if ending in images else ending
@@ -170,9 +177,6 @@ class Members:
             elif ending != "image":
                 fields[_TEXTS[ending]] = text_of(_part(blob, 0, blob.size))
         return Raw(fields, parts.get("image"))
-
-
-_TEXTS = {"txt": "text", **{f"{language}.txt": language for language in LANGUAGES}}
 
 
 class PlainText:

@@ -114,6 +114,10 @@ def test_shards_and_folders_within_folders(tmp_path, make_loader):
         part = rows[shard * 3 : shard * 3 + 3]
         own_files.write(tmp_path / "jsonl" / str(shard), "jsonl", part)
         own_files.write(tmp_path / "folder" / str(shard), "folder", part)
+    for number, name in ((0, "000.png"), (1, "001.en.txt")):  # names with dots
+        old = tmp_path / "folder" / str(number) / name
+        for file in old.parent.glob(name[:3] + ".*"):
+            file.rename(file.with_name(file.name.replace(name[:3], f"{name[:3]}.1.v2")))
     (tmp_path / "folder" / ".hidden").write_text("not a record")
     (tmp_path / "folder" / "readme.md").write_text("nor is this")
     shards = make_loader(str(tmp_path / "jsonl" / "*" / "data.jsonl"))
@@ -411,6 +415,18 @@ def test_a_folder_with_a_file_that_lists_it(tmp_path):
         file.unlink()
     sources._cached_index.cache_clear()
     with pytest.raises(ConfigError, match=r"holds no records.* Name .*/data\.jsonl\."):
+        sources.open_sources(data, MODEL)
+
+
+def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    data = dataclasses.replace(DATA, source=str(tmp_path / "a.jsonl"))
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", "a.jsonl")
+
+    monkeypatch.setattr("jaxmoe.data.readers._lines", refuse)
+    with pytest.raises(ConfigError, match=r"a\.jsonl cannot be read \(Permission"):
         sources.open_sources(data, MODEL)
 
 
