@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmoe import checkpoint_folder, tree_names
+from jaxmoe import checkpoint_folder, processes, tree_names
 from jaxmoe.checkpoint_folder import MARKER, Broken
 from jaxmoe.config import ConfigError
 
@@ -74,11 +74,6 @@ def _zeros(leaf: Any) -> Any:
 def _as_asked(value: Any, leaf: Any) -> Any:
     """A restored value as array, or as the Python number that was asked for."""
     return value if hasattr(leaf, "shape") else np.asarray(value).item()
-
-
-def _several_processes() -> bool:
-    """Whether other processes take part. Starts no backend, unlike process_count()."""
-    return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 class Checkpointer:
@@ -134,6 +129,8 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, processes.LostError):
+            return  # the part of the process that has gone would be waited for
         try:
             self.close()
         except CheckpointError as failure:
@@ -335,7 +332,7 @@ class Checkpointer:
                 # With several processes this returns when all have written: orbax's
                 # barrier. Only then may process 0 mark the step.
                 self._io().wait_until_finished()
-                if not _several_processes() or jax.process_index() == 0:
+                if processes.is_first():
                     self._folder.commit(step, body)
         except CheckpointError as error:
             self._error = error
@@ -350,7 +347,8 @@ class Checkpointer:
         except Exception as error:
             self._close_io()
             with contextlib.suppress(Exception):  # the first error is the one to tell
-                self._folder.abandon(step)
+                if processes.is_first():
+                    self._folder.abandon(step)
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written to"
                 f" {self._folder[step]}: {type(error).__name__}: {error}. Steps that"
@@ -362,7 +360,7 @@ class Checkpointer:
 
     def _on_first(self, action: Callable[[], int]) -> int:
         """Runs `action` on process 0 and gives its result to every process."""
-        if not _several_processes():
+        if not processes.several():
             return action()
         from jax.experimental import multihost_utils
 

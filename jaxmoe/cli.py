@@ -10,11 +10,13 @@ Exit codes: 0 done; 1 a failure at run time; 2 the user's mistake, told in one m
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +25,7 @@ from typing import NoReturn
 from jaxmoe import (
     __version__,
     aot_command,
+    cluster,
     config_checks,
     gin_config,
     inspect_command,
@@ -30,7 +33,8 @@ from jaxmoe import (
     plan_command,
     schedule_command,
 )
-from jaxmoe.config import ConfigError
+from jaxmoe.config import Config, ConfigError
+from jaxmoe.roll_call import StartError
 
 EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED = 1, 2, 75
 
@@ -82,11 +86,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         return commands[arguments[0]](arguments[1:])
     except ConfigError as mistake:
-        print(f"jaxmoe: {mistake}", file=sys.stderr)
-        return EXIT_MISTAKE
+        return _failed(mistake, EXIT_MISTAKE)
+    except StartError as failure:
+        return _failed(failure, EXIT_FAILED)
     except KeyboardInterrupt:
-        print("jaxmoe: interrupted", file=sys.stderr)
-        return EXIT_STOPPED
+        return _failed("interrupted", EXIT_STOPPED)
+    except Exception:  # a fault of the program, not to be waited for by others
+        _leave(EXIT_FAILED, traceback.format_exc())
+        raise
 
 
 def command(argv: Sequence[str] | None = None) -> NoReturn:
@@ -103,6 +110,24 @@ def command(argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
+def _failed(why: object, code: int) -> int:
+    """Tells why, and gives the exit code."""
+    text = f"jaxmoe: {why}\n"
+    _leave(code, text)
+    sys.stderr.write(text)
+    return code
+
+
+def _leave(code: int, text: str) -> None:
+    """If there are several processes, ends this one with a last word."""
+    if "jaxmoe.trainer" in sys.modules:  # else nothing was started
+        from jaxmoe import processes
+
+        if processes.several():
+            sys.stderr.write(text)
+            processes.leave(code)
+
+
 def _train(arguments: list[str]) -> int:
     files, bindings, rest = gin_config.split_arguments(arguments)
     if "-h" in rest or "--help" in rest:
@@ -111,7 +136,15 @@ def _train(arguments: list[str]) -> int:
     options = _parser("train").parse_args(rest)
     loaded = gin_config.load(files, bindings)
     config_checks.check(loaded.config)
-    config_text = gin_config.to_gin(loaded.config, loaded.provenance)
+    everywhere = cluster.without_place(loaded.config)
+    config_text = gin_config.to_gin(everywhere, loaded.provenance)
+    place = cluster.find(loaded.config.mesh)
+    if place and not options.workdir:
+        raise ConfigError(
+            f"{place.num_processes} processes ({place.source}) have no --workdir. All"
+            " write to one run folder, and a new name would be another in each. Name"
+            " a folder that all of them have mounted."
+        )
     workdir = Path(options.workdir or _new_workdir(files)).absolute()
     if workdir.is_file():
         raise ConfigError(
@@ -119,14 +152,20 @@ def _train(arguments: list[str]) -> int:
             " yet. Name another."
         )
 
-    # Imported here: an error above costs no start of JAX.
+    with _first_alone_prints(place):
+        return _run(loaded.config, workdir, config_text)
+
+
+def _run(config: Config, workdir: Path, config_text: str) -> int:
+    # Imported here: a mistake in the configuration costs no start of JAX.
+    from jaxmoe import processes
     from jaxmoe.checkpoint import CheckpointError
     from jaxmoe.data.fields import DataError
     from jaxmoe.step_log import RunError
     from jaxmoe.trainer import Stopped, Trainer
 
     print(config_text)
-    trainer = Trainer(loaded.config, workdir, config_text)
+    trainer = Trainer(config, workdir, config_text)
     print(
         f"{trainer.platform}: mesh {trainer.sizes} ({trainer.sizes.reason})\n"
         f"run folder: {workdir}",
@@ -137,9 +176,8 @@ def _train(arguments: list[str]) -> int:
     except Stopped as stopped:
         print(f"jaxmoe: {stopped}", file=sys.stderr)
         return EXIT_STOPPED
-    except (RunError, CheckpointError, DataError) as failure:
-        print(f"jaxmoe: {failure}", file=sys.stderr)
-        return EXIT_FAILED
+    except (RunError, CheckpointError, DataError, processes.LostError) as failure:
+        return _failed(failure, EXIT_FAILED)
     for name, value in summary.items():
         print(
             f"{name:28} {value:.4g}"
@@ -147,6 +185,16 @@ def _train(arguments: list[str]) -> int:
             else f"{name:28} {value}"
         )
     return 0
+
+
+@contextlib.contextmanager
+def _first_alone_prints(place: cluster.Place | None) -> Iterator[None]:
+    """Where there are several processes, the first one speaks for all."""
+    if place is None or place.process_id == 0:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
 
 
 def _eval(arguments: list[str]) -> int:
@@ -166,11 +214,12 @@ def _eval(arguments: list[str]) -> int:
 
     from jaxmoe.trainer import evaluate_run
 
-    figures = evaluate_run(loaded.config, Path(options.workdir).absolute())
-    for name, value in figures.items():
-        print(f"{name:28} {value:.4g}")
-    if options.json:
-        print(json.dumps(figures))
+    with _first_alone_prints(cluster.find(loaded.config.mesh)):
+        figures = evaluate_run(loaded.config, Path(options.workdir).absolute())
+        for name, value in figures.items():
+            print(f"{name:28} {value:.4g}")
+        if options.json:
+            print(json.dumps(figures))
     return 0
 
 

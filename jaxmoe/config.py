@@ -47,8 +47,22 @@ class Mesh:
     )
     virtual_devices: int = option(
         8,
-        "CPU devices to simulate when sizes are 'auto' and the platform is CPU",
+        "CPU devices to simulate when sizes are 'auto' and the platform is CPU, over"
+        " all processes",
         low=1,
+    )
+    distributed: bool | Auto = option(
+        "auto",
+        "whether several processes are one run; 'auto': if the fields below, JAX's"
+        " variables, Slurm, Open MPI or Cloud TPU say so",
+    )
+    coordinator: str = option(
+        "", "HOST:PORT at which process 0 listens; '': as the cluster says"
+    )
+    num_processes: int | Auto = option("auto", "processes of the run", low=1)
+    process_id: int | Auto = option("auto", "number of this process, from 0", low=0)
+    start_timeout_s: int = option(
+        300, "seconds to wait until all processes have come", low=1
     )
 
 
@@ -381,6 +395,12 @@ class Train:
         " out that update and goes on; neither saves it",
     )
     init_from: str = option("", "run folder whose weights start this run; '': none")
+    watchdog_s: float = option(
+        600.0,
+        "seconds without the end of a step after which every process prints where its"
+        " threads are; 0: never",
+        low=0.0,
+    )
     compilation_cache: str = option(
         "", "folder of jax's persistent compilation cache; '': off"
     )

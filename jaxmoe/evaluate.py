@@ -24,6 +24,7 @@ from jaxmoe.generate import decode_rows, make_generator
 from jaxmoe.loss import LossSums
 from jaxmoe.mesh import BATCH_AXES
 from jaxmoe.model import Batch
+from jaxmoe.sharding import put
 from jaxmoe.train_step import BATCH_SPEC, Setup
 
 
@@ -113,8 +114,8 @@ class Evaluator:
             task, self._rows, config.train.eval_batches
         ):
             _check(stopped)
-            batch = jax.device_put(batch, self._setup.batch_sharding)
-            sums = self._losses(params, buffers, batch)
+            batch = put(batch, self._setup.batch_sharding)
+            sums = jax.device_get(self._losses(params, buffers, batch))
             total += [float(x[which]) for x in (sums.nll, sums.correct, sums.tokens)]
         nll, correct, tokens = total
         if not tokens:
@@ -149,7 +150,7 @@ class Evaluator:
                 for one in filled
             ]
             batch: Batch = jax.tree.map(lambda *rows: np.stack(rows), *prompts)
-            tokens = self._generate(params, buffers, jax.device_put(batch, sharding))
+            tokens = self._generate(params, buffers, put(batch, sharding))
             texts = decode_rows(np.asarray(tokens), tokenizer.decode)
             for one, text in zip(part, texts, strict=False):
                 yield Caption(one.language, one.truth, text)

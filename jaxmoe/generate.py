@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmoe.data.tasks import TEXT, last_position
@@ -57,7 +58,9 @@ def make_generator(
         return jax.lax.fori_loop(0, new_tokens, body, carry)[3]
 
     spec = P(BATCH_AXES)
-    return jax.jit(setup.per_device(generate, spec, spec))
+    # Every process reads all of them.
+    whole = NamedSharding(setup.mesh, P())
+    return jax.jit(setup.per_device(generate, spec, spec), out_shardings=whole)
 
 
 def _append(batch: Batch, place_b, token_b, ended_b) -> Batch:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,10 +21,10 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType
 
+from jaxmoe import cluster, config_checks, processes
 from jaxmoe import config as config_lib
-from jaxmoe import config_checks
 from jaxmoe.config import Config, ConfigError
-from jaxmoe.config_base import mistake
+from jaxmoe.config_base import all_divisors, choice, closest, mistake, near
 
 AXES = ("data", "expert", "pipe")
 BATCH_AXES = ("data", "expert")
@@ -47,28 +47,44 @@ class Sizes:
         return f"data {self.data} x expert {self.expert} x pipe {self.pipe}"
 
 
-def start_backend(mesh: config_lib.Mesh) -> str:
+def start_backend(mesh: config_lib.Mesh, facts: Mapping[str, str] | None = None) -> str:
     """Starts the JAX backend with the devices that `mesh` asks for.
 
     On a machine without an accelerator, CPU devices are simulated: the product of the
-    given sizes, or `mesh.virtual_devices`.
+    given sizes, or `mesh.virtual_devices`. Where this is one of several processes, all
+    are waited for first, and each simulates its share.
+
+    Args:
+      mesh: Devices, platform and processes.
+      facts: What must be the same in all processes, see `processes.facts_of`.
 
     Returns:
       The platform: 'cpu', 'gpu' or 'tpu'.
 
     Raises:
-      ConfigError: if the platform asked for is absent, or the backend was started
-        before with too few CPU devices.
+      ConfigError: if the platform asked for is absent, the backend was started before
+        with too few CPU devices, or the processes differ.
+      StartError: if not all processes came.
     """
-    given = [n for n in (mesh.data, mesh.expert, mesh.pipe) if n != "auto"]
-    wanted = math.prod(given) if len(given) == len(AXES) else mesh.virtual_devices
+    place = cluster.find(mesh)
+    fields, wanted = _simulated(mesh)
+    parts = place.num_processes if place else 1
+    share = max(wanted // parts, 1)
     if mesh.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
     late = False
     try:
-        jax.config.update("jax_num_cpu_devices", wanted)
+        jax.config.update("jax_num_cpu_devices", share)
     except RuntimeError:  # a backend is running; too late to simulate devices
         late = True
+    if place and late and not jax.distributed.is_initialized():
+        raise ConfigError(
+            "JAX was started before this process met the others of the run. Processes"
+            " are joined only before the first use of JAX. Restart the runtime and"
+            " import jaxmoe first, or set Mesh.distributed=False for one process."
+        )
+    if place:
+        processes.start(place, facts or {}, mesh.start_timeout_s)
     try:
         platform = jax.default_backend()
     except RuntimeError as error:
@@ -83,14 +99,29 @@ def start_backend(mesh: config_lib.Mesh) -> str:
             " runtime running. Install 'jax[tpu]' or 'jax[cuda13]', restart the runtime"
             " after pip, or set Mesh.platform='auto'."
         )
-    if platform == "cpu" and late and jax.device_count() < wanted:
+    if platform == "cpu" and wanted % parts:
+        raise mistake(
+            f"{fields}={wanted} devices cannot be simulated by {parts} processes",
+            "each simulates the same number",
+            f"Set {fields} to {near(wanted, parts)}, or start"
+            f" {choice(closest(all_divisors(wanted), parts))} processes",
+        )
+    if platform == "cpu" and late and jax.local_device_count() < share:
         raise ConfigError(
-            f"JAX was started before with {jax.device_count()} CPU device(s), and"
-            f" {wanted} are needed. Devices are simulated only before the first use of"
+            f"JAX was started before with {jax.local_device_count()} CPU device(s), and"
+            f" {share} are needed. Devices are simulated only before the first use of"
             " JAX. Restart the runtime and import jaxmoe first, or set"
             f" Mesh.virtual_devices={jax.device_count()}."
         )
     return platform
+
+
+def _simulated(mesh: config_lib.Mesh) -> tuple[str, int]:
+    """CPU devices that there shall be over all processes, and which fields say so."""
+    given = [n for n in (mesh.data, mesh.expert, mesh.pipe) if n != "auto"]
+    if len(given) == len(AXES):
+        return "Mesh.data x Mesh.expert x Mesh.pipe", math.prod(given)
+    return "Mesh.virtual_devices", mesh.virtual_devices
 
 
 def resolve_sizes(config: Config, num_devices: int) -> Sizes:
@@ -160,14 +191,17 @@ def make_mesh(sizes: Sizes) -> jax.sharding.Mesh:
 def lay_out(sizes: Sizes, devices: Sequence[Any]) -> jax.sharding.Mesh:
     """Devices as a mesh, neighbours on the network near each other on its axes.
 
-    Slices are told apart along `data` if it divides, since gradients cross it once per
-    step; else along `pipe`.
+    Slices of TPUs are told apart along `data` if it divides, since gradients cross it
+    once per step; else along `pipe`.
 
     Raises:
       ConfigError: if neither can be split over the slices.
     """
     shape = [sizes.data, sizes.expert, sizes.pipe]
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    # To JAX every host of GPUs is a slice, too. Experts may span those: devices are in
+    # the order of the hosts, and `Mesh.expert_nodes` says how many share a link.
+    tpus = [device for device in devices if device.platform == "tpu"]
+    slices = len({getattr(device, "slice_index", 0) for device in tpus}) or 1
     if slices == 1:
         grid = mesh_utils.create_device_mesh(
             shape, devices, allow_split_physical_axes=True

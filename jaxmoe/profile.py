@@ -34,10 +34,18 @@ class Profile:
       train: Says which steps.
       workdir: The run folder; gets profile/ with the trace and overlap.json.
       tell: Prints a line.
+      active: False profiles nothing: every process but the first.
     """
 
-    def __init__(self, train: Train, workdir: Path, tell: Callable[[str], None]):
-        self._steps = profiled_steps(train)
+    def __init__(
+        self,
+        train: Train,
+        workdir: Path,
+        tell: Callable[[str], None],
+        *,
+        active: bool = True,
+    ):
+        self._steps = profiled_steps(train) if active else range(0)
         self._folder, self._tell = workdir / FOLDER, tell
         self._running = False
 

@@ -69,7 +69,7 @@ class Rebalancer:
         self._rebalance = jax.jit(
             self.step,
             in_shardings=(state,),
-            out_shardings=(state, None),
+            out_shardings=(state, setup.everywhere),
             donate_argnums=0,
         )
         ends = {"in_shardings": (state,), "out_shardings": state}
@@ -130,8 +130,7 @@ class Rebalancer:
         """A state read in the form of `of_checkpoint`, its experts where they were, or
         else where they are at the start; `state` is given up."""
         first = jax.jit(
-            self._setup.first_placement,
-            out_shardings=jax.sharding.NamedSharding(self._setup.mesh, P()),
+            self._setup.first_placement, out_shardings=self._setup.everywhere
         )
         placement = {**first(), **model_lib.placement_of(state.buffers)}
         return self.from_logical(_with_placement(state, placement))

@@ -182,6 +182,15 @@ def named(mesh: Mesh, specs: Any) -> Any:
     )
 
 
+def put(tree: Any, layout: NamedSharding) -> Any:
+    """Arrays of the host, whole in every process, as arrays over all devices."""
+
+    def one(array: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, layout, array.__getitem__)
+
+    return jax.tree.map(one, tree)
+
+
 def copies(spec: PartitionSpec, mesh: Mesh) -> int:
     """On how many devices each element of an array with this layout lives."""
     ways = [mesh.shape[a] for entry in spec if entry for a in _names(entry)]

@@ -195,6 +195,10 @@ class StepLog:
         )
         return {"loss_spike": loss - median}
 
+    def tell(self, text: str) -> None:
+        """Prints a line."""
+        self._progress.message(text)
+
     def rebalanced(self, step: int, report: Report) -> None:
         """Notes what a rebalance did, for the next line that is written; waits for it.
 

@@ -144,6 +144,7 @@ class Setup:
             self.state_sharding,
         )
         self.batch_sharding = jax.sharding.NamedSharding(mesh, BATCH_SPEC)
+        self.everywhere = jax.sharding.NamedSharding(mesh, P())  # any process reads it
 
     def _pipelined(self) -> PipelinedGradients:
         config, ranks = self.config, self.mesh.shape["pipe"]
@@ -214,7 +215,7 @@ class Setup:
         return jax.jit(
             self.step,
             in_shardings=(self.state_sharding, self.batch_sharding),
-            out_shardings=(self.state_sharding, None),
+            out_shardings=(self.state_sharding, self.everywhere),
             donate_argnums=0,
             compiler_options=compiler_options(self.axis.platform),
         )

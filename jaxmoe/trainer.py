@@ -10,7 +10,7 @@ time out.
 from __future__ import annotations
 
 import dataclasses
-import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from jaxmoe import config_changes, plots, rebalance, tree_names, warm_start
+from jaxmoe import config_changes, plots, processes, rebalance, tree_names, warm_start
 from jaxmoe import mesh as mesh_lib
 from jaxmoe.checkpoint import Checkpointer
 from jaxmoe.config import Balancer, Config, ConfigError
@@ -34,7 +34,9 @@ from jaxmoe.nonfinite import FirstNonFinite
 from jaxmoe.optim import updates_done
 from jaxmoe.profile import Profile
 from jaxmoe.step_log import Clock, RunError, StepLog, is_due
+from jaxmoe.stop import StopFlag
 from jaxmoe.train_step import Setup, StepMetrics, TrainState
+from jaxmoe.watchdog import Watchdog
 
 _BACKGROUND = "jaxmoe-start"  # name of the threads in which a run is made ready
 SAMPLES = 3  # captions per language that are printed beside the truth
@@ -47,34 +49,6 @@ class Stopped(Exception):
     """A signal asked the run to stop; the state is saved: exit code 75."""
 
 
-class _StopFlag:
-    """Set by SIGTERM and SIGINT inside the `with`; looked at between steps, between
-    the batches of an evaluation, and while the step compiles.
-
-    Attributes:
-      signal: Name of the signal, '' before one came.
-    """
-
-    def __init__(self):
-        self.signal = ""
-
-    def __enter__(self) -> _StopFlag:
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        self._before = {number: signal.signal(number, self._set) for number in numbers}
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-
-    def _set(self, number: int, _: Any) -> None:
-        self.signal = signal.Signals(number).name
-
-    def is_set(self) -> bool:
-        """Whether a signal came."""
-        return bool(self.signal)
-
-
 class Trainer:
     """One run in one folder.
 
@@ -84,8 +58,9 @@ class Trainer:
       config_text: The resolved configuration, written to config.gin.
 
     Raises:
-      ConfigError: for what does not fit the devices or the data, before anything is
-        compiled or written.
+      ConfigError: for what does not fit the devices or the data, or differs between the
+        processes, before anything is compiled or written.
+      StartError: if not all processes came.
     """
 
     def __init__(self, config: Config, workdir: Path, config_text: str):
@@ -94,19 +69,27 @@ class Trainer:
         if config.train.compilation_cache:
             cache = str(Path(config.train.compilation_cache).absolute())
             jax.config.update("jax_compilation_cache_dir", cache)
-        self.platform, self.sizes, self.setup = _start(config)
-        self.loader = Loader(
-            config.data,
-            model=config.model,
-            microbatches=self.setup.microbatches,
-            rows=self.setup.local_rows(),
+        self.platform, self.sizes, self.setup = _start(
+            config, {"--workdir": str(workdir)}
         )
+        self.loader = processes.together(self._make_loader)
+        stream = self.loader.state()["fingerprint"]
+        processes.compare({name: repr(value) for name, value in stream.items()})
         self.evaluator = Evaluator(self.setup)
         placed = placement_of(self.setup.abstract_state.buffers) is not None
         self.first_nonfinite = FirstNonFinite(self.setup)
         self.rebalancer = rebalance.Rebalancer(self.setup) if placed else None
         self.clock = Clock()
+        self.watchdog = Watchdog(config.train.watchdog_s, processes.name())
         self.compile_s = 0.0
+
+    def _make_loader(self) -> Loader:
+        return Loader(
+            self.config.data,
+            model=self.config.model,
+            microbatches=self.setup.microbatches,
+            rows=self.setup.local_rows(),
+        )
 
     def run(self) -> dict[str, Any]:
         """Trains to the end and returns what summary.json holds.
@@ -116,7 +99,8 @@ class Trainer:
           DataError: if too many records are broken.
           Stopped: after a signal, with the state saved if there was a step.
         """
-        config = self.config
+        config, first = self.config, processes.is_first()
+        processes.check_shared(self.workdir)
         checkpoints = Checkpointer(
             self.workdir / "checkpoints",
             keep=config.checkpoint.keep,
@@ -125,7 +109,7 @@ class Trainer:
             best_metric=config.checkpoint.best_metric,
             asynchronous=config.checkpoint.asynchronous,
         )
-        with _StopFlag() as stop, checkpoints:
+        with StopFlag() as stop, checkpoints, processes.failing_together():
             newest = checkpoints.latest()
             left = config.train.steps - (newest or 0)
             if left <= 0 and (self.workdir / "summary.json").is_file():
@@ -133,18 +117,24 @@ class Trainer:
                 return {}
             # What can be the user's mistake comes first; then what is on disk changes.
             make_state = self._first_state(checkpoints, newest)
-            (self.workdir / "config.gin").write_text(self.config_text, "utf-8")
+            if first:
+                (self.workdir / "config.gin").write_text(self.config_text, "utf-8")
             # While the step compiles, the first state is made or restored.
             compiling = _in_background(self._compile) if left > 0 else None
             state = _result(_in_background(make_state), stop)
             train_step = _result(compiling, stop) if compiling else None
             notes = checkpoints.extra(newest) if newest is not None else {}
             with (
-                MetricsWriter(self.workdir, resume_step=newest or 0) as writer,
-                Progress(config.train.steps, newest or 0) as progress,
-                Profile(config.train, self.workdir, progress.message) as profile,
+                MetricsWriter(
+                    self.workdir, resume_step=newest or 0, active=first
+                ) as writer,
+                Progress(config.train.steps, newest or 0, active=first) as progress,
+                Profile(
+                    config.train, self.workdir, progress.message, active=first
+                ) as profile,
+                self.watchdog,
             ):
-                self.loader.report = progress.message
+                self.loader.report = progress.message if first else _warn
                 log = StepLog(
                     config,
                     writer,
@@ -159,7 +149,8 @@ class Trainer:
                     state = self._steps(train_step, state, checkpoints, log, stop)
                 checkpoints.wait()
                 summary = self._finish(state, log, writer, stop)
-        plots.write_plots(self.workdir)
+        if first:
+            plots.write_plots(self.workdir)
         return summary
 
     def _first_state(
@@ -203,17 +194,25 @@ class Trainer:
         state: TrainState,
         checkpoints: Checkpointer,
         log: StepLog,
-        stop: _StopFlag,
+        stop: StopFlag,
     ) -> TrainState:
-        """All steps that are left; `state` is given up to them."""
+        """All steps that are left, or as many as the data has; `state` is given up."""
         train = self.config.train
-        batch = self._next_batch()
+        batch, first = self._next_batch(), int(state.step) + 1
         self.clock.restart()
         last: tuple[int, StepMetrics, Batch] | None = None  # not recorded yet
-        for step in range(int(state.step) + 1, train.steps + 1):
+        for step in range(first, train.steps + 1):
+            if batch is None:
+                if last:
+                    self._record(log, last, state)
+                if step > first:
+                    self._save(step - 1, state, checkpoints, log)
+                log.tell(f"the data ended after step {step - 1} of {train.steps}")
+                break
             state, metrics = train_step(state, batch)
             if last:  # the figures of the step before, as this one runs
                 self._record(log, last, state)
+            self.watchdog.beat(f"step {step - 1}")
             last = step, metrics, batch
             if self.rebalancer and is_due(step, 0, self.config.balancer.interval):
                 state, report = self.rebalancer(state)
@@ -222,7 +221,7 @@ class Trainer:
             if step < train.steps and is_due(step, 0, train.eval_every):
                 self._record(log, last, state, partial(self._figures, state, stop))
                 last = None
-            stopped_by = stop.signal  # once: it may come at any moment
+            stopped_by = stop.at(step)
             if saves or stopped_by:
                 if last:
                     self._record(log, last, state)
@@ -275,10 +274,18 @@ class Trainer:
         self.compile_s = time.perf_counter() - before_s
         return compiled
 
-    def _next_batch(self) -> Any:
-        return self.setup.put_batch(next(self.loader))
+    def _next_batch(self) -> Batch | None:
+        """The next batch; None when the data of one of the processes has ended."""
+        if not self.loader.ends:
+            return self.setup.put_batch(next(self.loader))
+        before = self.loader.state()
+        batch = next(self.loader, None)
+        if not processes.all_of(batch is not None) or batch is None:
+            self.loader.restore(before)  # what no step will use stays unread
+            return None
+        return self.setup.put_batch(batch)
 
-    def _figures(self, state: TrainState, stop: _StopFlag) -> Mapping[str, float]:
+    def _figures(self, state: TrainState, stop: StopFlag) -> Mapping[str, float]:
         """Of an evaluation; none if a signal ended it."""
         try:
             return self.evaluator(state.params, state.buffers, stop.is_set).figures
@@ -286,7 +293,7 @@ class Trainer:
             return {}
 
     def _finish(
-        self, state: TrainState, log: StepLog, writer: MetricsWriter, stop: _StopFlag
+        self, state: TrainState, log: StepLog, writer: MetricsWriter, stop: StopFlag
     ) -> dict[str, Any]:
         """Evaluates, prints captions beside the truth, writes summary.json."""
         try:
@@ -318,6 +325,11 @@ class Trainer:
         return summary
 
 
+def _warn(text: str) -> None:
+    """Tells what another process than the first one has to say."""
+    print(f"{processes.name()}: {text}", file=sys.stderr, flush=True)
+
+
 def _in_background(function: Callable[[], Any]) -> Future:
     """Runs a function in a thread that does not keep the process alive."""
     future: Future = Future()
@@ -337,7 +349,7 @@ def is_compiling() -> bool:
     return any(thread.name == _BACKGROUND for thread in threading.enumerate())
 
 
-def _result(future: Future, stop: _StopFlag) -> Any:
+def _result(future: Future, stop: StopFlag) -> Any:
     """What comes out of a thread, unless a signal comes first."""
     while not future.done() and not stop.signal:
         wait([future], timeout=0.1)
@@ -346,9 +358,13 @@ def _result(future: Future, stop: _StopFlag) -> Any:
     return future.result()
 
 
-def _start(config: Config) -> tuple[str, mesh_lib.Sizes, Setup]:
-    """Platform, mesh sizes and setup for the devices that are here."""
-    platform = mesh_lib.start_backend(config.mesh)
+def _start(config: Config, facts: dict[str, str]) -> tuple[str, mesh_lib.Sizes, Setup]:
+    """Platform, mesh sizes and setup for the devices that are here.
+
+    Several processes must have the same configuration, code, packages and `facts`.
+    """
+    facts = processes.facts_of(config) | facts
+    platform = mesh_lib.start_backend(config.mesh, facts)
     sizes = mesh_lib.resolve_sizes(config, jax.device_count())
     mesh = mesh_lib.make_mesh(sizes)
     return platform, sizes, Setup(config, mesh, vocab_size(config.data, config.model))
@@ -361,6 +377,7 @@ def evaluate_run(config: Config, workdir: Path) -> dict[str, float]:
       ConfigError: if there is none, or it does not fit the configuration.
     """
     # Saved weights are in logical order: every expert in its own slot.
-    _, _, setup = _start(dataclasses.replace(config, balancer=Balancer()))
+    config = dataclasses.replace(config, balancer=Balancer())
+    _, _, setup = _start(config, {"--workdir": str(workdir)})
     weights = warm_start.load_weights(str(workdir), setup.abstract_state)
     return Evaluator(setup)(**weights).figures
