@@ -99,6 +99,9 @@ def start_backend(mesh: config_lib.Mesh, facts: Mapping[str, str] | None = None)
             " runtime running. Install 'jax[tpu]' or 'jax[cuda13]', restart the runtime"
             " after pip, or set Mesh.platform='auto'."
         )
+    if platform == "cpu" and place:
+        # The first process alone would find what it compiled; the others would be late.
+        jax.config.update("jax_enable_compilation_cache", False)
     if platform == "cpu" and wanted % parts:
         raise mistake(
             f"{fields}={wanted} devices cannot be simulated by {parts} processes",

@@ -33,6 +33,7 @@ from jaxmoe.config import Config
 from jaxmoe.config_base import ConfigError
 
 _PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy")
+_READY_S = 3600  # for the slowest to compile
 _LEAVE_S = 3.0  # for the others to leave too
 _SHARED_S = 10.0  # for a file to be seen by all: network file systems keep lists
 
@@ -87,6 +88,18 @@ def name() -> str:
         return ""
     number, count = jax.process_index(), jax.process_count()
     return f"process {number} of {count} ({socket.gethostname()}, pid {os.getpid()})"
+
+
+def wait_until_ready() -> None:
+    """Returns when every process has come here, with its program compiled.
+
+    Simulated devices wait 30 s for each other in their first exchange, no longer.
+    """
+    if several():
+        from orbax.checkpoint import multihost
+
+        barrier = multihost.get_barrier_sync_fn()
+        barrier(key="jaxmoe-ready", timeout_ms=1000 * _READY_S)
 
 
 # Agreement -------------------------------------------------------------------------

@@ -123,6 +123,7 @@ class Trainer:
             compiling = _in_background(self._compile) if left > 0 else None
             state = _result(_in_background(make_state), stop)
             train_step = _result(compiling, stop) if compiling else None
+            processes.wait_until_ready()
             notes = checkpoints.extra(newest) if newest is not None else {}
             with (
                 MetricsWriter(
