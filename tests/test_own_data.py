@@ -2,12 +2,14 @@
 """docs/own_data.md keeps its word: a folder becomes a run by the commands it shows."""
 
 import json
+import re
 import shlex
 
 import pytest
 
 from jaxmoe import cli
 from jaxmoe.data import fields, readers
+from jaxmoe.data.loader import Loader
 from jaxmoe.data.tasks import TASKS
 from tests import helpers
 from tests.data import own_files
@@ -84,3 +86,54 @@ def test_a_folder_becomes_a_run(tmp_path, monkeypatch, capsys):
     more = [a.replace("steps=8", "steps=14") for a in arguments]
     assert cli.main(more) == cli.EXIT_MISTAKE
     assert "content of source 1 (folder) was" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_its_data(tmp_path, capsys):
+    """Two epochs of a packed text are fewer steps than Train.steps: exit code 0, the
+    last step is saved and evaluated, and started again there is nothing to read."""
+    text = tmp_path / "words.txt"
+    text.write_text("".join(f"line {n} of a text, {n * n}\n" for n in range(160)))
+    config = helpers.run_config()
+    data = {"source": str(text), "epochs": 2, "packing": True}
+    config = helpers.changed(config, data=data)
+    arguments = ["train", *helpers.arguments(config), f"--workdir={tmp_path}/run"]
+    assert cli.main(arguments) == 0
+    told = "".join(capsys.readouterr())
+    step = int(re.search(r"the data ended after step (\d+) of 21", told)[1])
+    assert 5 < step < 21
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["step"] == step
+    assert summary["eval_loss_lm"] > 0.0
+    assert (tmp_path / "run" / "checkpoints" / str(step) / "complete.json").is_file()
+    loader = Loader(config.data, model=config.model, microbatches=1)
+    assert len(list(loader)) == step
+    assert cli.main(arguments) == 0
+    assert f"the data ended after step {step} of 21" in "".join(capsys.readouterr())
+
+
+@pytest.mark.slow
+def test_a_run_stops_when_too_much_is_broken(tmp_path, capsys):
+    """Exit code 1 and one message, which names a record; what was saved stays."""
+    rows = own_files.records(24)
+    for row in rows[::2]:
+        row["image"] = row["image"][:60]
+    source = own_files.write(tmp_path, "jsonl", rows)
+    weights = {"caption_weight": 1.0, "text_denoise_weight": 0.0, "lm_weight": 0.0}
+    config = helpers.changed(
+        helpers.run_config(),
+        data={"source": source, **weights},
+        checkpoint={"every_steps": 1},
+    )
+    arguments = ["train", *helpers.arguments(config), f"--workdir={tmp_path}/run"]
+    assert cli.main(arguments) == cli.EXIT_FAILED == 1
+    told = capsys.readouterr()
+    lines = r"skipped: .*data\.jsonl, line \d+: its image cannot"
+    found = re.findall(lines, told.out + told.err)
+    assert len(found) == len(set(found)) > 1
+    assert "of the 128 records read so far are broken, the last" in told.err
+    assert "At most Data.max_broken=0.01 of them may be." in told.err
+    assert "Traceback" not in told.err
+    rows = helpers.metrics_of(tmp_path / "run")
+    assert rows[0]["broken_records"] > 1
+    assert (tmp_path / "run" / "checkpoints" / "1" / "complete.json").is_file()
