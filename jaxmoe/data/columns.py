@@ -24,6 +24,7 @@ class ArrayRecords:
     def __init__(self, files: list[str]):
         from grain import sources  # here, because importing it takes a second
 
+        self.left_out: dict[str, int] = {}
         self._files = files
         try:
             self._records: Any = sources.ArrayRecordDataSource(files)
@@ -133,6 +134,7 @@ class ParquetTable:
                 f"{shown_path(files[0])} needs the package 'pyarrow', which is not"
                 " installed. Run: pip install 'jaxmoe[data]'."
             ) from error
+        self.left_out: dict[str, int] = {}
         self._tables = []
         for file in files:
             try:

@@ -47,7 +47,13 @@ class Raw(NamedTuple):
 
 
 class Reader(Protocol):
-    """Random access to the records of one source."""
+    """Random access to the records of one source.
+
+    Attributes:
+      left_out: number of files of each ending that were not read.
+    """
+
+    left_out: dict[str, int]
 
     def __len__(self) -> int: ...
 
@@ -102,6 +108,7 @@ class JsonLines:
     """A record per line; an image is named by a path relative to the file's folder."""
 
     def __init__(self, files: list[str]):
+        self.left_out: dict[str, int] = {}
         self._files = files
         lines = [
             (number, *line)
@@ -145,6 +152,7 @@ class Members:
         images = _image_endings()
         known = images | _TEXTS.keys() | {"json"}
         found: dict[tuple[str, str], dict[str, Blob]] = {}
+        self.left_out: dict[str, int] = {}
         for place, path, blob in (m for file in files for m in walk(file)):
             stem, _, ending = os.path.basename(path).partition(".")
             while folder and ending.lower() not in known and "." in ending:
@@ -152,6 +160,8 @@ class Members:
                 stem = f"{stem}.{more}"
             ending = ending.lower()
             if not stem or ending not in known:
+                ending = os.path.splitext(path)[1].lower()
+                self.left_out[ending] = self.left_out.get(ending, 0) + 1
                 continue
             key = place, os.path.join(os.path.dirname(path), stem)
             kind = "image" if ending in images else ending
@@ -183,6 +193,7 @@ class PlainText:
     """Running text, cut at line ends into records of some 2,000 bytes."""
 
     def __init__(self, files: list[str]):
+        self.left_out: dict[str, int] = {}
         self._blobs = [blob for file in files for blob in _blocks(_whole(file))]
 
     def __len__(self) -> int:

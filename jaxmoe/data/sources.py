@@ -233,6 +233,14 @@ def _notes(source: Source, index: Index, records: OwnRecords) -> list[str]:
             f"{source.path}: {len(index.broken)} of {len(index.digest)} records are"
             f" broken and left out:{few}{more}"
         )
+    if left_out := index.reader.left_out:
+        endings = ", ".join(
+            f"{ending or 'none'} ({n})" for ending, n in left_out.items()
+        )
+        notes.append(
+            f"{source.path}: files whose endings are neither of an image nor of a text"
+            f" are not read: {endings}"
+        )
     if cut := records.too_long():
         notes.append(
             f"{source.path}: {cut} of {records.count('caption')} captions are longer"
@@ -253,7 +261,7 @@ def _index(source: Source, data: Data, model: Model) -> Index:
     )
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=64)
 def _cached_index(
     source: Source,
     tokenizer: str,

@@ -107,7 +107,7 @@ def test_examples_are_what_the_records_say(make_loader, written):
     assert not set(seen.values()) & left
 
 
-def test_shards_and_folders_within_folders(tmp_path, make_loader):
+def test_shards_and_folders_within_folders(tmp_path, make_loader, capsys):
     """A path with wild cards names all shards, in the order of their names."""
     rows = own_files.records(9)
     for shard in range(3):
@@ -120,8 +120,12 @@ def test_shards_and_folders_within_folders(tmp_path, make_loader):
             file.rename(file.with_name(file.name.replace(name[:3], f"{name[:3]}.1.v2")))
     (tmp_path / "folder" / ".hidden").write_text("not a record")
     (tmp_path / "folder" / "readme.md").write_text("nor is this")
+    (tmp_path / "folder" / "unnamed").write_text("nor this")
     shards = make_loader(str(tmp_path / "jsonl" / "*" / "data.jsonl"))
+    capsys.readouterr()
     nested = make_loader(str(tmp_path / "folder"))
+    told = capsys.readouterr().out
+    assert "neither of an image nor of a text are not read: .md (1), none (1)\n" in told
     for one, other in zip(take(shards, 5), take(nested, 5), strict=True):
         assert_same(one, other)
 
