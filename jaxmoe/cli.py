@@ -27,6 +27,7 @@ from jaxmoe import (
     aot_command,
     cluster,
     config_checks,
+    generate_command,
     gin_config,
     inspect_command,
     overlap_command,
@@ -43,6 +44,9 @@ usage: jaxmoe COMMAND [--gin_file=FILE] [--gin.X.y=VALUE] [options]
 
   train     train a model: [--workdir=DIR]; a run found in DIR goes on
   eval      evaluate a finished run: --workdir=DIR [--json]
+  generate  caption images, continue or complete texts: --workdir=DIR
+            [--image=FILE]... [--prompt=TEXT]... [--language=en|zh]
+            [--beam=N | --temperature=T --top_p=P --seed=N] [--max_tokens=N] [--json]
   schedule  simulate a pipeline schedule: NAME --ranks=R --microbatches=M
             [--costs=F=1,Bi=1,W=1,FB=3] [--figure=FILE] [--csv=FILE] [--json]
   aot       compile the train step for a machine that is not there:
@@ -66,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
         "eval": _eval,
+        "generate": _generate,
         "schedule": partial(_alone, "schedule", schedule_command),
         "plan": partial(_alone, "plan", plan_command),
         "aot": _aot,
@@ -201,15 +206,7 @@ def _eval(arguments: list[str]) -> int:
     """Evaluates the newest checkpoint of a run folder, with the run's configuration."""
     parser = _parser("eval")
     parser.add_argument("--json", action="store_true")
-    files, bindings, rest = gin_config.split_arguments(arguments)
-    options = parser.parse_args(rest)
-    saved = Path(options.workdir or ".") / "config.gin"
-    if not options.workdir or not saved.is_file():
-        raise ConfigError(
-            f"--workdir={options.workdir} is not a run folder: it has no config.gin."
-            " `jaxmoe eval` evaluates a run. Name the folder that train wrote."
-        )
-    loaded = gin_config.load([str(saved), *files], bindings)
+    options, loaded = _of_run(parser, arguments)
     config_checks.check(loaded.config)
 
     from jaxmoe.trainer import evaluate_run
@@ -221,6 +218,32 @@ def _eval(arguments: list[str]) -> int:
         if options.json:
             print(json.dumps(figures))
     return 0
+
+
+def _generate(arguments: list[str]) -> int:
+    if "-h" in arguments or "--help" in arguments:
+        print(_USAGE, end="")
+        return 0
+    parser = _parser("generate")
+    generate_command.add_arguments(parser)
+    options, loaded = _of_run(parser, arguments)
+    return generate_command.run(options, loaded)
+
+
+def _of_run(
+    parser: argparse.ArgumentParser, arguments: list[str]
+) -> tuple[argparse.Namespace, gin_config.Loaded]:
+    """The options of a command about a run, and the run's configuration with what the
+    command line changes."""
+    files, bindings, rest = gin_config.split_arguments(arguments)
+    options = parser.parse_args(rest)
+    saved = Path(options.workdir or ".") / "config.gin"
+    if not options.workdir or not saved.is_file():
+        raise ConfigError(
+            f"--workdir={options.workdir} is not a run folder: it has no config.gin."
+            f" `{parser.prog}` is about a run. Name the folder that train wrote."
+        )
+    return options, gin_config.load([str(saved), *files], bindings)
 
 
 def _aot(arguments: list[str]) -> int:

@@ -67,6 +67,18 @@ def parse_sources(text: str, name: str = "Data.source") -> tuple[Source, ...]:
     return tuple(Source(path, kind, weight / total) for path, kind, weight in found)
 
 
+def named_kinds(text: str) -> set[str]:
+    """The kinds of sources by their names alone: nothing has to be there."""
+    kinds = set()
+    for part in text.split(","):
+        match = _WEIGHT.fullmatch(part.strip())
+        assert match is not None  # it matches everything
+        path = match[1].strip()
+        kind = path if path in BUILT_IN else KINDS.get(_ending(path), "folder")
+        kinds.add(kind)
+    return kinds
+
+
 def source_files(source: Source) -> list[str]:
     """The files, or the folder, of a source that is not built in."""
     return _expanded(source.path)

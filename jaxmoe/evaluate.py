@@ -20,7 +20,7 @@ from jaxmoe.config import Config
 from jaxmoe.data.loader import HeldOut
 from jaxmoe.data.tasks import TASKS, caption_prompt
 from jaxmoe.data.tokenizer import Language, make_tokenizer
-from jaxmoe.generate import decode_rows, make_generator
+from jaxmoe.generate import Generated, decode_rows, make_generator
 from jaxmoe.loss import LossSums
 from jaxmoe.mesh import BATCH_AXES
 from jaxmoe.model import Batch
@@ -150,8 +150,8 @@ class Evaluator:
                 for one in filled
             ]
             batch: Batch = jax.tree.map(lambda *rows: np.stack(rows), *prompts)
-            tokens = self._generate(params, buffers, put(batch, sharding))
-            texts = decode_rows(np.asarray(tokens), tokenizer.decode)
+            new = self._generate(params, buffers, put(batch, sharding))
+            texts = decode_rows(np.asarray(new.tokens_BN), tokenizer.decode)
             for one, text in zip(part, texts, strict=False):
                 yield Caption(one.language, one.truth, text)
 
@@ -160,7 +160,7 @@ class Evaluator:
         """Sequences of a batch: of an accumulated part of training, on every mesh."""
         return self._config.data.batch_size // self._config.train.accumulation
 
-    def _make_generator(self) -> Callable[[Any, Any, Batch], jax.Array]:
+    def _make_generator(self) -> Callable[[Any, Any, Batch], Generated]:
         longest = self._held_out.longest_caption() + 1  # and the end
         longest = min(longest, self._config.model.sequence_length)
         return make_generator(self._setup, longest, self._tokenizer.eos_id)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe import config as config_lib
 from jaxmoe.config import Model, MoE
-from jaxmoe.layers.attention import Attention, attention_mask
+from jaxmoe.layers.attention import Attention, Memory, attention_mask
 from jaxmoe.layers.embedding import PADDING, Embedder
 from jaxmoe.layers.linear import no_param, normal_param
 from jaxmoe.layers.mlp import Mlp
@@ -65,24 +65,44 @@ class Block(nnx.Module):
         expert_P: Int[Array, " P"] | None = None,
     ) -> tuple[Float[Array, "B S D"], MoEStats | None]:
         """Applies the block to the sequences of this device."""
-        attend = partial(self.attention, mask=mask)
-        x_BSD, _ = self._residual(
-            self.attention_norm, lambda h: (attend(h), None), x_BSD
+        return self.remember(x_BSD, mask, sequences, axis, expert_P)[:2]
+
+    def remember(
+        self,
+        x_BSD: Float[Array, "B S D"],
+        mask: Bool[Array, "B 1 S T"],
+        sequences: Sequences,
+        axis: ExpertAxis,
+        expert_P: Int[Array, " P"] | None = None,
+        memory: Memory | None = None,
+        place_B: Int[Array, " B"] | None = None,
+    ) -> tuple[Float[Array, "B S D"], MoEStats | None, Memory]:
+        """The same for all positions, or for one that follows those in a memory.
+
+        `mask`, `memory` and `place_B` are those of `Attention.remember`.
+        """
+        attend = partial(
+            self.attention.remember, mask=mask, memory=memory, place_B=place_B
         )
+        x_BSD, memory = self._residual(self.attention_norm, attend, x_BSD)
         if self.moe is None:
             assert self.mlp is not None
             mlp = self.mlp
-            return self._residual(self.ffn_norm, lambda h: (mlp(h), None), x_BSD)
-        moe = partial(self.moe, sequences=sequences, axis=axis, expert_P=expert_P)
-        return self._residual(self.ffn_norm, moe, x_BSD)
+            ffn = lambda h: (mlp(h), None)  # noqa: E731
+        else:
+            ffn = partial(self.moe, sequences=sequences, axis=axis, expert_P=expert_P)
+        x_BSD, stats = self._residual(self.ffn_norm, ffn, x_BSD)
+        assert memory is not None
+        return x_BSD, stats, memory
 
     def _residual(self, norm: Callable, layer: Callable, x: jax.Array):
-        """x + layer(norm(x)), or norm(x + layer(x)) with the norm after the sum."""
+        """x + layer(norm(x)), or norm(x + layer(x)) with the norm after the sum; and
+        what the layer returns besides."""
         if self.post_norm:
-            y, stats = layer(x)
-            return norm(x + y).astype(x.dtype), stats
-        y, stats = layer(norm(x).astype(x.dtype))
-        return x + y, stats
+            y, more = layer(x)
+            return norm(x + y).astype(x.dtype), more
+        y, more = layer(norm(x).astype(x.dtype))
+        return x + y, more
 
 
 class M6(nnx.Module):
@@ -190,6 +210,34 @@ class Network:
             return x_BSD, None
         return x_BSD, stack(found)
 
+    def remember(
+        self,
+        layers: Sequence[tuple[Any, Any]],
+        x_BSD: Float[Array, "B S D"],
+        memories: Sequence[Memory | None],
+        *,
+        mask: Bool[Array, "B 1 S T"],
+        sequences: Sequences,
+        axis: ExpertAxis,
+        place_B: Int[Array, " B"] | None = None,
+    ) -> tuple[Float[Array, "B S D"], list[Memory]]:
+        """Applies all layers, for inference, with what each keeps of the positions.
+
+        Args:
+          layers, mask, sequences, axis: as in `layers`.
+          x_BSD, place_B: all positions; or the one at `place_B`.
+          memories: of each layer, of the positions before; or None for each.
+        """
+        kept = []
+        rows = zip(self.kinds, layers, memories, strict=True)
+        for kind, states, memory in rows:
+            block, slots = _merged(self._graphs[kind], states)
+            x_BSD, _, memory = block.remember(
+                x_BSD, mask, sequences, axis, slots, memory, place_B
+            )
+            kept.append(memory)
+        return x_BSD, kept
+
     def __call__(
         self, weights: Any, buffers: Any, batch: Batch, axis: ExpertAxis
     ) -> tuple[Float[Array, "B S V"], MoEStats | None]:
@@ -247,11 +295,8 @@ def _block_function(model: Model, graph: nnx.GraphDef, axis: ExpertAxis) -> Call
     """
 
     def apply(states, x_BSD, mask, sequences):
-        weights, buffers = states
-        buffers = dict(buffers)
-        placement = buffers.pop(PLACEMENT, {})
-        block = nnx.merge(graph, weights, buffers)
-        return block(x_BSD, mask, sequences, axis, placement.get("slots"))
+        block, slots = _merged(graph, states)
+        return block(x_BSD, mask, sequences, axis, slots)
 
     if model.remat == "none":
         return apply
@@ -261,6 +306,14 @@ def _block_function(model: Model, graph: nnx.GraphDef, axis: ExpertAxis) -> Call
             saved, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         )
     return jax.checkpoint(apply, policy=saved)
+
+
+def _merged(graph: nnx.GraphDef, states: Any) -> tuple[Block, jax.Array | None]:
+    """A block with its weights and buffers, and the expert of each of its slots."""
+    weights, buffers = states
+    buffers = dict(buffers)
+    placement = buffers.pop(PLACEMENT, {})
+    return nnx.merge(graph, weights, buffers), placement.get("slots")
 
 
 def take_apart(tree: Any) -> Any:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floor 5. Figures of a run, drawn from its metrics.jsonl alone.
+"""Floor 5. Figures of a run, drawn from its metrics.jsonl and its pipeline's schedule.
 
     plots/loss.png            loss in all and per task
     plots/learning_rate.png   the schedule as it was applied
     plots/expert_load.png     per MoE layer: experts x steps, colour = load / mean load
-    plots/device_load.png     the same of devices, where a balancer places experts
+    plots/device_load.png     the same of devices, where experts are on several
     plots/balance.png         load_max_over_mean and load_cv
+    plots/pipeline.png        who does what when in a step, by the schedule's costs
 
 A figure whose metrics were not logged is left out. Figures are objects of their own:
 pyplot, its global state and its choice of a screen are never touched.
@@ -24,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxmoe import metrics_file
+from jaxmoe.pipeline import draw
+from jaxmoe.pipeline.simulate import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,8 +50,14 @@ _MANY = 100  # points of a line; with twice as many, its running mean is drawn t
 _DPI = 130
 
 
-def write_plots(workdir: str | os.PathLike[str]) -> list[Path]:
+def write_plots(
+    workdir: str | os.PathLike[str], timeline: Timeline | None = None
+) -> list[Path]:
     """Draws the figures of a run folder into plots/.
+
+    Args:
+      workdir: The run folder.
+      timeline: Of its pipeline's schedule; None: it has no pipeline.
 
     Returns:
       The files written, in the order of the module's table.
@@ -61,15 +70,21 @@ def write_plots(workdir: str | os.PathLike[str]) -> list[Path]:
         ("device_load", partial(_load_map, key="device_load", what="device")),
         ("balance", _balance),
     )
+    writers: list[tuple[str, Callable[[str], None]]] = [
+        (name, partial(figure.savefig, format="png", dpi=_DPI))
+        for name, draw_rows in drawings
+        if (figure := draw_rows(rows)) is not None
+    ]
+    if timeline is not None:
+        writers.append(("pipeline", partial(draw.write_figure, timeline)))
     written = []
-    for name, draw in drawings:
-        if (figure := draw(rows)) is not None:
-            path = Path(workdir) / "plots" / f"{name}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.name}")
-            figure.savefig(temporary, format="png", dpi=_DPI)
-            os.replace(temporary, path)
-            written.append(path)
+    for name, write in writers:
+        path = Path(workdir) / "plots" / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}")
+        write(str(temporary))
+        os.replace(temporary, path)
+        written.append(path)
     return written
 
 

@@ -85,6 +85,9 @@ class StepLog:
     """Waits for steps, checks them, and writes their figures where they are due.
 
     Args:
+      config, writer, progress, clock: of the run.
+      expert_devices: along `expert`, which hold equal parts of the experts unless a
+        balancer places them.
       skipped: steps up to now whose update was left out.
       losses: the last losses before, see `SpikeRule`.
       of_data: gives figures of the data, to be written beside the others.
@@ -102,13 +105,14 @@ class StepLog:
         progress: Progress,
         clock: Clock,
         *,
+        expert_devices: int,
         skipped: int = 0,
         losses: Iterable[float] = (),
         of_data: Callable[[], dict[str, float]] = dict,
     ):
         self._of_data = of_data
         self._config, self._writer, self._progress = config, writer, progress
-        self._clock = clock
+        self._clock, self._expert_devices = clock, expert_devices
         self.last: dict[str, float] = {}
         self._notes: dict[str, Any] = {}
         self._rate = learning_rate(config.optimizer, config.train.steps)
@@ -253,12 +257,20 @@ class StepLog:
             values["router_entropy"] = float(entropy_L.mean())
             values["router_entropy_by_layer"] = entropy_L.tolist()
             values["expert_load"] = load_LE.tolist()
-        if metrics.device_load_LX is not None:
-            load_LX = np.asarray(metrics.device_load_LX)
+        if (load_LX := self._device_load(metrics)) is not None:
             balance = load_statistics(load_LX)["load_max_over_mean"]
             values["device_load_max_over_mean"] = balance
             values["device_load"] = load_LX.tolist()
         return values
+
+    def _device_load(self, metrics: StepMetrics) -> np.ndarray | None:
+        """Tokens per MoE layer and device along `expert`; None where it is one."""
+        if metrics.device_load_LX is not None:
+            return np.asarray(metrics.device_load_LX)
+        if metrics.stats is None or self._expert_devices == 1:
+            return None
+        load_LE = np.asarray(metrics.stats.load_E)
+        return load_LE.reshape(len(load_LE), self._expert_devices, -1).sum(-1)
 
 
 def is_due(step: int, last: int, every: int) -> bool:

@@ -166,8 +166,9 @@ class Setup:
 
     def for_inference(self) -> Setup:
         """The same model and layouts, with experts that drop no token."""
+        # Groups have no other use then; and a single position must be whole groups.
         exact = dataclasses.replace(
-            self.config.moe, capacity_factor=None, buffer_factor=None
+            self.config.moe, capacity_factor=None, buffer_factor=None, group_tokens=1
         )
         config = dataclasses.replace(self.config, moe=exact)
         return Setup(config, self.mesh, self.vocab_size)
@@ -277,12 +278,12 @@ class Setup:
         )
         return per_device(params, buffers, batch)
 
-    def per_device(self, function: Callable, batch_spec: P, out_specs: Any) -> Callable:
+    def per_device(self, function: Callable, batch_spec: Any, out_specs: Any):
         """`function(params, buffers, batch)` run on each device's part of them.
 
         Args:
           function: Sees parameters in the master layout.
-          batch_spec: How every array of the batch is split.
+          batch_spec: How every array of the batch is split, or each of its parts.
           out_specs: How its results are.
         """
         # check_vma=False: a gradient is taken inside, per device, and every sum over

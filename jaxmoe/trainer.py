@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 
+from jaxmoe import config as config_lib
 from jaxmoe import config_changes, plots, processes, rebalance, tree_names, warm_start
 from jaxmoe import mesh as mesh_lib
 from jaxmoe.checkpoint import Checkpointer
@@ -32,6 +33,8 @@ from jaxmoe.metrics import MetricsWriter, Progress
 from jaxmoe.model import Batch, placement_of
 from jaxmoe.nonfinite import FirstNonFinite
 from jaxmoe.optim import updates_done
+from jaxmoe.pipeline.schedule import build
+from jaxmoe.pipeline.simulate import Timeline, parse_costs, simulate
 from jaxmoe.profile import Profile
 from jaxmoe.step_log import Clock, RunError, StepLog, is_due
 from jaxmoe.stop import StopFlag
@@ -141,6 +144,7 @@ class Trainer:
                     writer,
                     progress,
                     self.clock,
+                    expert_devices=self.sizes.expert,
                     skipped=int(state.step) - updates_done(state.optimizer),
                     losses=notes.get("losses", ()),
                     of_data=self.loader.figures,
@@ -151,7 +155,7 @@ class Trainer:
                 checkpoints.wait()
                 summary = self._finish(state, log, writer, stop)
         if first:
-            plots.write_plots(self.workdir)
+            plots.write_plots(self.workdir, _timeline(config, self.sizes.pipe))
         return summary
 
     def _first_state(
@@ -357,6 +361,15 @@ def _result(future: Future, stop: StopFlag) -> Any:
     if stop.signal:
         raise Stopped(f"stopped by {stop.signal} before a step was made")
     return future.result()
+
+
+def _timeline(config: Config, ranks: int) -> Timeline | None:
+    """When each rank of the pipeline does what, by the costs; None without one."""
+    if ranks == 1:
+        return None
+    count = config_lib.pipeline_microbatches(config.pipeline, ranks)
+    schedule = build(config.pipeline.schedule, ranks, count)
+    return simulate(schedule, parse_costs(config.pipeline.costs))
 
 
 def _start(config: Config, facts: dict[str, str]) -> tuple[str, mesh_lib.Sizes, Setup]:

@@ -171,7 +171,7 @@ def test_the_run_folder_is_complete(finished):
         *("config.gin", "metrics.jsonl", "summary.json"),
         *("checkpoints", "plots", "tensorboard"),
     }
-    assert {"loss.png", "expert_load.png"} <= set(
+    assert {"loss.png", "expert_load.png", "device_load.png"} <= set(
         path.name for path in (finished / "plots").iterdir()
     )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flax import nnx
+from PIL import Image
 
 from jaxmoe import config as config_lib
 from jaxmoe import gin_config
@@ -145,11 +146,14 @@ def test_commands_parse(page, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("jaxmoe.trainer.Trainer", CheckedTrainer)
     monkeypatch.setattr("jaxmoe.trainer.evaluate_run", lambda *_: {})
+    written = lambda *given: [{"text": ""}] * len(given[2])  # noqa: E731
+    monkeypatch.setattr("jaxmoe.generate_command._write", written)
     monkeypatch.setattr("jaxmoe.aot_command.run", lambda *_: 0)
     monkeypatch.setattr("jaxmoe.inspect_command.run", lambda *_: 0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     own_files.write(tmp_path / "photos", "folder", own_files.records(3))
+    Image.new("L", (8, 8)).save(tmp_path / "digit.png")
     for command in commands(page.read_text("utf-8")):
         words = shlex.split(command, comments=True)
         if words[:2] == ["python", "train.py"]:

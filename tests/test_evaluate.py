@@ -19,6 +19,7 @@ from jaxmoe.data.loader import HeldOut, held_out_batches
 from jaxmoe.data.tasks import TASKS
 from jaxmoe.data.tokenizer import LANGUAGES, make_tokenizer
 from jaxmoe.evaluate import Evaluator
+from jaxmoe.generate import Generated
 from jaxmoe.loss import LossSums
 from jaxmoe.mesh import BATCH_AXES
 from tests import helpers
@@ -167,7 +168,7 @@ def test_exact_match_counts_whole_captions():
         for row, answer in zip(rows, answers, strict=False):
             ids = [*tokenizer.encode(answer), tokenizer.eos_id]
             row[: len(ids)] = ids
-        return rows
+        return Generated(rows, np.zeros(32), np.ones(32, bool))
 
     judged._generate = generate
     figures, captions = judged(None, None)
@@ -206,7 +207,7 @@ def test_captions_of_own_images_by_language(tmp_path):
             said = truth if language == "en" else "?"
             ids = [*tokenizer.encode(said), tokenizer.eos_id]
             row[: len(ids)] = ids
-        return rows
+        return Generated(rows, np.zeros(32), np.ones(32, bool))
 
     judged._generate = generate
     figures, captions = judged(None, None)

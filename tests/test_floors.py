@@ -19,7 +19,7 @@ FLOORS = (
     ),
     ("mesh", "sharding", "tree_names", "processes", "stop"),
     ("layers.*", "moe.*"),
-    ("model", "loss", "parts"),
+    ("model", "loss", "parts", "decode"),
     ("pipeline.*", "eplb.*"),
     (
         *("data.*", "optim", "checkpoint*", "metrics*", "plots"),
@@ -39,7 +39,7 @@ FLOORS = (
     ),
     (
         *("cli", "schedule_command", "plan_command", "overlap_command", "__main__"),
-        *("aot_command", "aot.*", "inspect_command"),
+        *("aot_command", "aot.*", "inspect_command", "generate_command"),
     ),
 )
 WITHOUT_JAX = ("jax", "flax", "optax", "orbax", "grain")

@@ -10,6 +10,8 @@ import pytest
 
 from jaxmoe import metrics, plots
 from jaxmoe.metrics import MetricsWriter
+from jaxmoe.pipeline.schedule import build
+from jaxmoe.pipeline.simulate import parse_costs, simulate
 
 NAMES = ["loss.png", "learning_rate.png", "expert_load.png", "balance.png"]
 
@@ -49,6 +51,15 @@ def test_draws_every_figure(tmp_path):
         width, height = size(path)
         assert 500 <= width <= 2500, path
         assert 300 <= height <= 2500, path
+
+
+def test_a_pipeline_has_a_timeline(tmp_path):
+    timeline = simulate(build("dualpipe", 2, 4), parse_costs(""))
+    logged(tmp_path, range(1, 3), device_load=lambda step: [[step, 2]])
+    names = [path.name for path in plots.write_plots(tmp_path, timeline)]
+    assert names == ["device_load.png", "pipeline.png"]
+    assert min(size(tmp_path / "plots" / "pipeline.png")) > 100
+    assert sorted(p.name for p in tmp_path.glob("plots/*")) == names
 
 
 def test_draws_again_over_the_old_figures(tmp_path):

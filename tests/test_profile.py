@@ -17,7 +17,7 @@ CONFIG = helpers.changed(helpers.run_config(), train={"steps": 5, "eval_every": 
 
 @pytest.fixture(autouse=True)
 def no_plots(monkeypatch):
-    monkeypatch.setattr(plots, "write_plots", lambda workdir: None)
+    monkeypatch.setattr(plots, "write_plots", lambda *_: None)
 
 
 def train(workdir, **fields):

@@ -20,11 +20,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmoe import cli, plots, tree_names
+from jaxmoe import cli, plots, trainer, tree_names
 from jaxmoe.checkpoint import Checkpointer
 from jaxmoe.evaluate import Evaluator
 from jaxmoe.metrics import Progress
 from jaxmoe.optim import learning_rate
+from jaxmoe.pipeline.schedule import build
 from jaxmoe.train_step import Setup
 from jaxmoe.trainer import Trainer
 from tests import helpers
@@ -36,7 +37,7 @@ CONFIG = helpers.run_config()
 @pytest.fixture(scope="module", autouse=True)
 def no_plots():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "write_plots", lambda workdir: None)
+        patch.setattr(plots, "write_plots", lambda *_: None)
         yield
 
 
@@ -120,6 +121,11 @@ def test_the_run_folder(straight):
         *("loss_text_denoise", "loss_lm"),
     }
     assert all(promised <= set(line) for line in lines)
+    for line in lines:  # 4 of the 8 experts are on either device along `expert`
+        (load_E,), (load_X,) = line["expert_load"], line["device_load"]
+        assert load_X == [sum(load_E[:4]), sum(load_E[4:])]
+        worst = max(load_X) * 2 / sum(load_X)
+        assert line["device_load_max_over_mean"] == pytest.approx(worst)
     evaluated = [line["step"] for line in lines if "eval_loss_lm" in line]
     assert evaluated == [20], "Train.eval_every"
     first = json.loads((straight / "metrics.jsonl").read_text().splitlines()[0])
@@ -451,3 +457,13 @@ def test_a_rate_that_is_far_too_large(tmp_path, capsys):
     assert "step 2: loss" in capsys.readouterr().err
     assert steps_of(tmp_path) == []
     assert [line["step"] for line in metrics_of(tmp_path)] == [1]
+
+
+def test_the_timeline_is_that_of_the_schedule_of_the_run():
+    """By the configured schedule, microbatches and costs; none without a pipeline."""
+    costs = "F=1,Bi=2,W=1"
+    config = helpers.changed(CONFIG, pipeline={"schedule": "1f1b", "costs": costs})
+    assert trainer._timeline(config, 1) is None
+    timeline = trainer._timeline(config, 2)
+    assert timeline.schedule == build("1f1b", 2, 4)
+    assert timeline.makespan == (4 + 1) * (1 + 2 + 1)  # (microbatches + ranks - 1) each

@@ -229,7 +229,9 @@ def _size(timeline: Timeline) -> tuple[float, float, float]:
     """Pixels per unit of time, and the width and height of a figure."""
     shortest = min(end - start for spans in timeline.times for start, end in spans)
     scale = _UNIT / shortest
-    width = max(_LEFT + timeline.makespan * scale + 20, 760.0)
+    *_, (x, _, _, words) = _legend(timeline)
+    legend = x + _legend_width(words)
+    width = max(_LEFT + timeline.makespan * scale + 20, legend, 760.0)
     return scale, width, _TOP + timeline.schedule.num_ranks * _ROW + _BOTTOM
 
 
@@ -258,7 +260,12 @@ def _legend(timeline: Timeline) -> Iterator[tuple[float, str, int, str]]:
             if kind in kinds:
                 words = _NAMES[kind] if direction == 0 else "direction 1"
                 yield x, kind, direction, words
-                x += 34 + 5.6 * len(words)
+                x += _legend_width(words)
+
+
+def _legend_width(words: str) -> float:
+    """Pixels of a box with its words."""
+    return 34 + 5.6 * len(words)
 
 
 # Text ---------------------------------------------------------------------------------
