@@ -103,6 +103,17 @@ def test_svg_has_a_box_per_operation():
     assert len({group.find(f"{SVG}rect").get("fill") for group in groups}) == 8
 
 
+def test_the_words_of_the_legend_have_room():
+    """Also where little happens: the last ones end inside of the figure. Their width is
+    taken as half their size of 11 pixels for a letter."""
+    root = ElementTree.fromstring(draw.svg(timeline("dualpipe", 2, 4)))
+    words = [(float(t.get("x")), t.text) for t in root.findall(f"{SVG}text")]
+    start, text = words[-2]
+    assert (text, words[-1][1]) == ("backward for weights", "direction 1")
+    assert start + 5.5 * len(text) < words[-1][0]
+    assert words[-1][0] + 5.5 * len(words[-1][1]) < float(root.get("width"))
+
+
 def test_figures_are_written(tmp_path):
     for name in ("figure.svg", "figure.png"):
         draw.write_figure(timeline("dualpipev", 2, 4), tmp_path / name)
