@@ -60,7 +60,7 @@ class Generated:
     Attributes:
       tokens_BN: int32, padding behind the end.
       log_prob_B: float32, sum over the tokens of log p, by the model as it is.
-      ended_B: the end token was written; else there was no room for more.
+      ended_B: the end token was written; else the text was cut off.
     """
 
     tokens_BN: jax.Array
