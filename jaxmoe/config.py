@@ -61,8 +61,9 @@ class Mesh:
     )
     num_processes: int | Auto = option("auto", "processes of the run", low=1)
     process_id: int | Auto = option("auto", "number of this process, from 0", low=0)
-    start_timeout_s: int = option(
-        300, "seconds to wait until all processes have come", low=1
+    start_timeout_s: int = option(300, "seconds to wait for all processes", low=1)
+    heartbeat_timeout_s: int = option(
+        100, "seconds of silence after which a process counts as dead", low=1
     )
 
 

@@ -84,7 +84,9 @@ def start_backend(mesh: config_lib.Mesh, facts: Mapping[str, str] | None = None)
             " import jaxmoe first, or set Mesh.distributed=False for one process."
         )
     if place:
-        processes.start(place, facts or {}, mesh.start_timeout_s)
+        processes.start(
+            place, facts or {}, mesh.start_timeout_s, mesh.heartbeat_timeout_s
+        )
     try:
         platform = jax.default_backend()
     except RuntimeError as error:

@@ -40,7 +40,9 @@ _SHARED_S = 10.0  # for a file to be seen by all: network file systems keep list
 _Result = TypeVar("_Result")
 
 
-def start(place: Place, facts: Mapping[str, str], timeout_s: float) -> None:
+def start(
+    place: Place, facts: Mapping[str, str], timeout_s: float, heartbeat_s: int
+) -> None:
     """Starts the runtime, when all processes are there and run the same.
 
     Call it before the first use of a device. Where the runtime was started already, by
@@ -50,6 +52,8 @@ def start(place: Place, facts: Mapping[str, str], timeout_s: float) -> None:
       place: Which process this is.
       facts: What must be the same in all, by name.
       timeout_s: How long to wait for all, in seconds.
+      heartbeat_s: After how long a silence a process counts as dead, in seconds; the
+        runtime then ends the others.
 
     Raises:
       StartError: if they have not all come in time.
@@ -69,6 +73,7 @@ def start(place: Place, facts: Mapping[str, str], timeout_s: float) -> None:
         local_device_ids=place.local_devices,
         cluster_detection_method="deactivate",  # found already
         initialization_timeout=int(max(timeout_s, 60)),
+        heartbeat_timeout_seconds=heartbeat_s,
     )
 
 

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -23,9 +22,6 @@ from tests.helpers import ROOT, metrics_of
 pytestmark = pytest.mark.slow
 
 CONFIG = helpers.run_config()
-
-# Nothing is found compiled here, see `mesh.start_backend`: little optimization.
-QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 
 # What a process does when the figures of a step have come: {action} says so.
 AT_STEP = """
@@ -103,7 +99,7 @@ processes.leave(0)
 @pytest.fixture(scope="module", autouse=True)
 def no_plots():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "write_plots", lambda workdir: None)
+        patch.setattr(plots, "write_plots", lambda *_: None)
         yield
 
 
@@ -114,7 +110,10 @@ def free_port():
 
 def ended(*programs):
     """Runs processes together: (exit code, stdout, stderr) of each."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK}
+    # They find nothing compiled, see `mesh.start_backend`: little optimization.
+    options = helpers.quick_options().items()
+    flags = " ".join(f"--{name}={str(value).lower()}" for name, value in options)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     started = [
         subprocess.Popen(
             [sys.executable, *program],
@@ -182,13 +181,16 @@ def test_killed_stopped_and_finished_by_one_process(straight, tmp_path):
     both tell; it gets SIGTERM, and both stop and save at one step. One process alone
     finishes. The losses are those of one process all the way."""
     kill = "if number == 13: os.kill(os.getpid(), signal.SIGKILL)"
-    before_s = time.monotonic()
-    first, second = train(tmp_path, None, AT_STEP.format(action=kill))
+    mortal = helpers.changed(CONFIG, mesh={"heartbeat_timeout_s": 20})
+    code = AT_STEP.format(action=kill)
+    first, second = train(tmp_path, None, code, config=mortal)
     assert second[0] == -signal.SIGKILL, (first, second)
-    assert first[0] == cli.EXIT_FAILED, first
-    assert "process 0 of 2" in first[2] and "has probably gone" in first[2]
+    if first[0] == -signal.SIGABRT:  # JAX's runtime, of versions whose exchange waits
+        assert "stopped sending heartbeats" in first[2]
+    else:
+        assert first[0] == cli.EXIT_FAILED, first
+        assert "process 0 of 2" in first[2] and "has probably gone" in first[2]
     assert "Traceback" not in first[2]
-    assert time.monotonic() - before_s < 200
     assert 10 in steps_of(tmp_path)
 
     act = "if number == 11: time.sleep(3); os.kill(os.getpid(), signal.SIGTERM)"
