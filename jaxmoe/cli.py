@@ -27,6 +27,7 @@ from jaxmoe import (
     aot_command,
     cluster,
     config_checks,
+    doctor_command,
     generate_command,
     gin_config,
     inspect_command,
@@ -58,6 +59,8 @@ usage: jaxmoe COMMAND [--gin_file=FILE] [--gin.X.y=VALUE] [options]
             [--pattern=CLASS=REGEX]... [--section=REGEX] [--figure=FILE] [--json]
   inspect   list the checkpoints of a run, without devices: DIR [--step=N]
             [--export=FILE.safetensors] [--json]
+  doctor    versions, devices, flags and disk, and what is wrong with them:
+            [--workdir=DIR] [--timeout=SECONDS] [--json]
 
 Every option of the configuration is set with --gin.SECTION.FIELD=VALUE, for example
 --gin.MoE.num_experts=16 or --gin.Train.steps=200; --gin_file=FILE may be repeated.
@@ -76,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "aot": _aot,
         "overlap": partial(_alone, "overlap", overlap_command),
         "inspect": partial(_alone, "inspect", inspect_command),
+        "doctor": partial(_alone, "doctor", doctor_command),
     }
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_USAGE, end="")

@@ -150,6 +150,7 @@ def test_commands_parse(page, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("jaxmoe.generate_command._write", written)
     monkeypatch.setattr("jaxmoe.aot_command.run", lambda *_: 0)
     monkeypatch.setattr("jaxmoe.inspect_command.run", lambda *_: 0)
+    monkeypatch.setattr("jaxmoe.doctor_command.run", lambda *_: 0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     own_files.write(tmp_path / "photos", "folder", own_files.records(3))

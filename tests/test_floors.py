@@ -39,7 +39,7 @@ FLOORS = (
     ),
     (
         *("cli", "schedule_command", "plan_command", "overlap_command", "__main__"),
-        *("aot_command", "aot.*", "inspect_command", "generate_command"),
+        *("aot_command", "aot.*", "inspect_command", "generate_command", "doctor*"),
     ),
 )
 WITHOUT_JAX = ("jax", "flax", "optax", "orbax", "grain")
