@@ -185,7 +185,13 @@ def _run(config: Config, workdir: Path, config_text: str) -> int:
     except Stopped as stopped:
         print(f"jaxmoe: {stopped}", file=sys.stderr)
         return EXIT_STOPPED
-    except (RunError, CheckpointError, DataError, processes.LostError) as failure:
+    except (
+        RunError,
+        CheckpointError,
+        DataError,
+        processes.LostError,
+        OSError,  # the run folder is full, gone or read-only
+    ) as failure:
         return _failed(failure, EXIT_FAILED)
     for name, value in summary.items():
         print(

@@ -91,3 +91,14 @@ def test_data():
         assert (images == 0.0) if kind == "txt" else (images > 0.0)
         assert are_positive(of_kind.values())
     assert figures["packed"]["padding"] < figures["jsonl"]["padding"]
+
+
+@pytest.mark.slow
+def test_crash():
+    """A few kills: each is gone on from, and no loss is another one."""
+    figures = last_line("crash.py", "--kills=4", "--steps=24")
+    assert figures["kills"] == figures["resumed"] == 4
+    assert sum(figures["by_moment"].values()) == 4
+    assert 0 <= figures["inside_a_write"] <= 4
+    assert figures["steps_lost"] >= 0
+    assert figures["mismatched"] == 0

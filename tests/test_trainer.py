@@ -271,6 +271,31 @@ def test_a_signal_during_an_evaluation(straight, tmp_path, monkeypatch, capsys, 
     assert not (run / "summary.json").exists()
 
 
+@pytest.mark.parametrize("what", ["run folder", "checkpoints"])
+def test_a_folder_that_is_renamed_during_the_run(tmp_path, monkeypatch, capsys, what):
+    """After step 12: the next thing to be written fails the run, exit code 1 and one
+    message with the path; what was saved before is whole, and nothing is made anew in
+    the old place."""
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    folder = run if what == "run folder" else run / "checkpoints"
+
+    def rename():
+        while not (run / "checkpoints" / "10" / "complete.json").exists():
+            time.sleep(0.01)
+        folder.rename(moved)
+
+    at_step(monkeypatch, 12, rename)
+    assert train(run) == cli.EXIT_FAILED
+    err = capsys.readouterr().err
+    assert "cannot be written" in err or "could not be written" in err
+    assert str(run) in err
+    assert "Traceback" not in err
+    assert not folder.exists()
+    left = moved / "checkpoints" if what == "run folder" else moved
+    with Checkpointer(left, read_only=True) as checkpoints:
+        assert checkpoints.latest() == 10
+
+
 def killed(workdir, step, changes):
     """A process of its own that gets SIGKILL when the figures of `step` have come."""
     code = f"""
