@@ -243,7 +243,7 @@ def test_a_signal_while_the_step_compiles(tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists(), out
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_signal_during_an_evaluation(straight, tmp_path, monkeypatch, capsys, times):
     """SIGTERM, once or twice, when an evaluation after step 20 begins: it ends before
     its next batch, step 20 is saved, and the run goes on from there."""
@@ -271,7 +271,9 @@ def test_a_signal_during_an_evaluation(straight, tmp_path, monkeypatch, capsys, 
     assert not (run / "summary.json").exists()
 
 
-@pytest.mark.parametrize("what", ["run folder", "checkpoints"])
+@pytest.mark.parametrize(
+    "what", ["run folder", pytest.param("checkpoints", marks=pytest.mark.slow)]
+)
 def test_a_folder_that_is_renamed_during_the_run(tmp_path, monkeypatch, capsys, what):
     """After step 12: the next thing to be written fails the run, exit code 1 and one
     message with the path; what was saved before is whole, and nothing is made anew in
@@ -294,6 +296,28 @@ def test_a_folder_that_is_renamed_during_the_run(tmp_path, monkeypatch, capsys, 
     left = moved / "checkpoints" if what == "run folder" else moved
     with Checkpointer(left, read_only=True) as checkpoints:
         assert checkpoints.latest() == 10
+
+
+def test_signals_during_a_save(straight, tmp_path, monkeypatch, capsys):
+    """SIGTERM twice as step 10 begins to be written: that save is finished, so is the
+    one after the step that follows."""
+    original = Checkpointer.save
+
+    def signalled(self, step, *arguments):
+        if step == 10:
+            signal.raise_signal(signal.SIGTERM)
+        original(self, step, *arguments)
+        if step == 10:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpointer, "save", signalled)
+        assert train(tmp_path) == cli.EXIT_STOPPED
+    assert "after step 11 of 21" in capsys.readouterr().err
+    with Checkpointer(tmp_path / "checkpoints", read_only=True) as checkpoints:
+        assert [checkpoints.problem(step) for step in (10, 11)] == [None, None]
+    assert metrics_of(tmp_path) == metrics_of(straight)[:11]
+    helpers.assert_same(saved(tmp_path, 10)[0], saved(straight, 10)[0])
 
 
 def killed(workdir, step, changes):
@@ -430,7 +454,9 @@ def nan_in_the_patches(state, batch):
     return state, {**batch, "patches": patches}
 
 
-@pytest.mark.parametrize("nonfinite", ["stop", "skip"])
+@pytest.mark.parametrize(
+    "nonfinite", ["stop", pytest.param("skip", marks=pytest.mark.slow)]
+)
 def test_nan_stops_the_run_and_nothing_of_it_is_saved(
     tmp_path, monkeypatch, capsys, nonfinite
 ):
