@@ -132,7 +132,7 @@ def _leave(code: int, text: str) -> None:
     if "jaxmoe.trainer" in sys.modules:  # else nothing was started
         from jaxmoe import processes
 
-        if processes.several():
+        if processes.joined():
             sys.stderr.write(text)
             processes.leave(code)
 

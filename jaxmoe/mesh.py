@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -89,9 +90,12 @@ def start_backend(mesh: config_lib.Mesh, facts: Mapping[str, str] | None = None)
         )
     try:
         platform = jax.default_backend()
-    except RuntimeError as error:
+    # JAX asserts where JAX_PLATFORMS names an accelerator without its plugin.
+    except (RuntimeError, AssertionError) as error:
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        reason = str(error) or f"there is none for JAX_PLATFORMS={asked}"
         raise ConfigError(
-            f"JAX could not start a backend: {error}. Mesh.platform={mesh.platform!r}"
+            f"JAX could not start a backend: {reason}. Mesh.platform={mesh.platform!r}"
             " needs a working one. Set --gin.Mesh.platform='cpu' to simulate devices."
         ) from error
     if mesh.platform not in ("auto", platform):

@@ -82,6 +82,11 @@ def several() -> bool:
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
+def joined() -> bool:
+    """Whether the runtime was started, even where no backend could be."""
+    return jax.distributed.is_initialized()
+
+
 def is_first() -> bool:
     """Whether this is the process that writes and prints."""
     return not several() or jax.process_index() == 0

@@ -108,12 +108,17 @@ def free_port():
         return server.getsockname()[1]
 
 
-def ended(*programs):
-    """Runs processes together: (exit code, stdout, stderr) of each."""
+def ended(*programs, **changes):
+    """Runs processes together: (exit code, stdout, stderr) of each.
+
+    Args:
+      programs: Arguments of Python.
+      changes: Of the environment.
+    """
     # They find nothing compiled, see `mesh.start_backend`: little optimization.
     options = helpers.quick_options().items()
     flags = " ".join(f"--{name}={str(value).lower()}" for name, value in options)
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags} | changes
     started = [
         subprocess.Popen(
             [sys.executable, *program],
@@ -133,7 +138,7 @@ def ended(*programs):
     return [(p.returncode, *text) for p, text in zip(started, texts, strict=True)]
 
 
-def train(workdir, *codes, config=CONFIG, mine=((), ())):
+def train(workdir, *codes, config=CONFIG, mine=((), ()), **changes):
     """The command in two processes, or in as many as there are codes for it.
 
     Args:
@@ -141,6 +146,7 @@ def train(workdir, *codes, config=CONFIG, mine=((), ())):
       codes: For each process a program in place of `-m jaxmoe`, or None.
       config: Of all.
       mine: Arguments of each.
+      changes: Of the environment.
     """
     port = free_port()
     programs = []
@@ -155,7 +161,7 @@ def train(workdir, *codes, config=CONFIG, mine=((), ())):
                 *mine[number],
             ]
         )
-    return ended(*programs)
+    return ended(*programs, **changes)
 
 
 def steps_of(workdir):
@@ -264,6 +270,23 @@ def test_processes_that_differ_stop_together(tmp_path):
         assert fact in first[2]
     assert "Traceback" not in first[2]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ("cpu", "Mesh.platform='gpu', but JAX found only 'cpu'"),
+        ("cuda", "JAX could not start a backend"),
+    ],
+)
+def test_devices_that_are_not_there(tmp_path, found, said):
+    """The same messages as in one process, in both, without a trace."""
+    config = helpers.changed(CONFIG, mesh={"platform": "gpu"})
+    workdir = tmp_path / "run"
+    for code, _, err in train(workdir, None, None, config=config, JAX_PLATFORMS=found):
+        assert (code, said in err) == (cli.EXIT_MISTAKE, True), err
+        assert "Traceback" not in err and "Check failure" not in err
+    assert not workdir.exists()
 
 
 @pytest.mark.parametrize("number", [0, 1])
