@@ -157,12 +157,6 @@ class Rebalancer:
         for i, kind in enumerate(self._kinds):
             if kind == "rows":
                 leaves[i] = self._carry(leaves[i], self._spec(i), move)
-            elif kind == "moments":
-                # Factored moments are small, and not laid out by expert.
-                shape = move.from_LB.shape + (1,) * (leaves[i].ndim - 2)
-                leaves[i] = jnp.take_along_axis(
-                    leaves[i], move.from_LB.reshape(shape), axis=1
-                )
         return jax.tree.unflatten(tree, leaves)
 
     def _carry(self, leaf: jax.Array, spec: P, move: Move) -> jax.Array:
@@ -215,7 +209,7 @@ def of_placement(name: str) -> bool:
 
 def _kinds(setup: Setup) -> list[str]:
     """Of every array of a state: 'rows' if [L, E, ...] laid out as the experts'
-    parameters, 'moments' if only so shaped, else ''."""
+    parameters, else ''."""
     params = setup.abstract_params
 
     def of_param(path, leaf) -> str:
@@ -227,8 +221,9 @@ def _kinds(setup: Setup) -> list[str]:
     def of_moment(leaf, mark: str, param) -> str:
         if not mark or leaf.shape == param.shape:
             return mark
+        # A factored moment is laid out as its parameter, but for the missing dimension.
         has_experts = leaf.ndim > 1 and leaf.shape[:2] == param.shape[:2]
-        return "moments" if has_experts else ""
+        return mark if has_experts else ""
 
     state = setup.abstract_state
     optimizer = optax.tree_utils.tree_map_params(

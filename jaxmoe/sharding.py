@@ -64,6 +64,22 @@ def master_spec(
     return PartitionSpec(*entries)
 
 
+def reduced_spec(
+    shape: tuple[int, ...], whole: tuple[int, ...], spec: PartitionSpec
+) -> PartitionSpec:
+    """The layout of a mean over one dimension of an array: that of its other ones.
+
+    Args:
+      shape: of the mean. If it is no such mean, it is not split.
+      whole, spec: shape and layout of the array.
+    """
+    entries = (*spec, *[None] * (len(whole) - len(spec)))
+    for i in reversed(range(len(whole))):  # of equal dimensions, the first ones stay
+        if (*whole[:i], *whole[i + 1 :]) == shape:
+            return PartitionSpec(*entries[:i], *entries[i + 1 :])
+    return PartitionSpec()
+
+
 def gather(shards: Any, compute: Any, master: Any) -> Any:
     """From this device's part of the master layout to that of the compute layout.
 

@@ -413,7 +413,8 @@ class Setup:
         def follow(leaf, param, spec):
             if leaf.shape == param.shape:
                 return spec
-            return sharding.master_spec(leaf.shape, P(), self.mesh)  # factored moments
+            # A factored moment: a mean over one dimension of its parameter.
+            return sharding.reduced_spec(leaf.shape, param.shape, spec)
 
         specs = optax.tree_utils.tree_map_params(
             self.optimizer,

@@ -134,6 +134,58 @@ def test_report_of_a_pipeline(capsys, tmp_path):
     assert "<svg" in picture.read_text()
 
 
+@pytest.mark.slow
+def test_report_of_a_balancer(capsys):
+    """The step of a run with a balancer: it moves experts, and says so."""
+    pytest.importorskip("libtpu", reason="pip install -e '.[aot]'")
+    config = changed(
+        SMALL,
+        mesh={"data": 1, "expert": 8, "pipe": 1},
+        model={"num_layers": 1},
+        balancer={"interval": 10, "num_replicas": 16},
+    )
+    arguments = helpers.arguments(config)
+    code, captured = run(capsys, "--topology=v5e:2x4", "--json", *arguments)
+    assert code == 0, captured.err
+    rows = json.loads(captured.out.splitlines()[-1])["collectives"]
+    moves = [row for row in rows if row["inside"] == "move"]
+    assert {(r["kind"], r["axis"]) for r in moves} == {("collective-permute", "expert")}
+    assert all(row["bytes"] > 0 for row in moves)
+
+
+@pytest.mark.slow
+def test_report_of_two_slices(capsys):
+    """Two slices of 8: tokens are exchanged inside a slice; what goes between the two
+    takes longer per byte than what stays inside."""
+    pytest.importorskip("libtpu", reason="pip install -e '.[aot]'")
+    config = changed(
+        SMALL,
+        mesh={"data": 2, "expert": 8, "pipe": 1},
+        model={"num_layers": 1},
+        moe={"num_experts": 16},
+    )
+    arguments = helpers.arguments(config)
+    code, captured = run(capsys, "--topology=v5e:2x4*2", "--json", *arguments)
+    assert code == 0, captured.err
+    found = json.loads(captured.out.splitlines()[-1])
+    assert found["chips"] == 16
+    rows = [row for row in found["collectives"] if row["bytes"]]
+    exchanges = [r for r in rows if r["kind"] == "ragged-all-to-all"]
+    assert {row["axis"] for row in exchanges} == {"expert"}
+    between = [r["seconds"] / r["bytes"] for r in rows if "data" in r["axis"]]
+    inside = [row["seconds"] / row["bytes"] for row in exchanges]
+    assert min(between) > max(inside)
+
+
+def test_axes_of_tpu7x(libtpu):
+    """A chip has two devices: twice as many as the sizes say, each in the mesh once."""
+    machine = topology("tpu7x:2x2x1")
+    assert len(machine.devices) == 8
+    mesh = machine.mesh(Sizes(2, 4, 1, ""))
+    assert len({device.id for device in mesh.devices.flat}) == 8
+    assert machine.network(mesh).lengths == (2, 2, 1)
+
+
 def test_report_for_gpus(capsys):
     """16 GPUs on two hosts: bytes, fit and collectives, and what the times rest on."""
     pytest.importorskip("jax_cuda13_plugin", reason="pip install -e '.[aot-gpu]'")

@@ -102,23 +102,24 @@ def test_published_sizes(name):
 
 
 @pytest.mark.parametrize(
-    "name, data, expert",
+    "name, data, expert, pipe",
     [
-        ("m6_digits", 2, 4),
-        ("digits_shared", 2, 4),
-        ("peer_tiny", 2, 4),
-        ("m6_t_base", 2, 4),
-        ("m6_t_10b", 2, 32),
-        ("m6_t_100b", 2, 32),
-        ("m6_t_1t", 4, 192),
-        ("m6_10t", 2, 2048),
-        ("deepseek_v3", 2, 256),
+        ("m6_digits", 2, 4, 1),
+        ("digits_shared", 2, 4, 1),
+        ("peer_tiny", 2, 4, 1),
+        ("peer_mid", 4, 4, 1),
+        ("m6_t_base", 1, 16, 1),
+        ("m6_t_10b", 1, 64, 1),
+        ("m6_t_100b", 1, 64, 1),
+        ("m6_t_1t", 1, 64, 8),
+        ("m6_10t", 1, 256, 16),
+        ("deepseek_v3", 1, 64, 16),
     ],
 )
-def test_shipped_config_fits_its_hardware(name, data, expert):
+def test_shipped_config_fits_its_hardware(name, data, expert, pipe):
     config = gin_config.load([str(CONFIGS / f"{name}.gin")]).config
     check(config)
-    check_mesh(config, data, expert, 1)
+    check_mesh(config, data, expert, pipe)
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -84,6 +84,28 @@ def test_master_spec_keeps_the_layers_together(shape, compute, expected):
     assert tuple(got) == tuple(expected) + (None,) * (len(got) - len(expected))
 
 
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        # rows and columns of a factored second moment
+        ((3, 8, 64), P(None, "expert", "data")),
+        ((3, 8, 16), P(None, "expert", None)),
+        # nothing of the array's shape
+        ((1,), P()),
+        ((3, 8, 64, 16, 2), P()),
+    ],
+)
+def test_a_mean_over_a_dimension_is_laid_out_as_the_rest(shape, expected):
+    spec = P(None, "expert", "data")
+    assert sharding.reduced_spec(shape, (3, 8, 64, 16), spec) == expected
+
+
+def test_of_equal_dimensions_the_first_stay():
+    assert sharding.reduced_spec((4, 4), (4, 4, 4), P("data", "expert")) == P(
+        "data", "expert"
+    )
+
+
 @given(
     shape=st.lists(st.integers(1, 64), min_size=1, max_size=4),
     experts=st.booleans(),

@@ -5,7 +5,8 @@ Sources: the system architecture pages of Cloud TPU (cloud.google.com/tpu/docs/v
 its neighbours) for peak rates, memory and interconnect per chip; "How to Scale Your
 Model" (jax-ml.github.io/scaling-book/tpus) for bandwidth per link and between slices;
 NVIDIA's data sheets of H100 and H200 SXM. The clock of a TPU follows from its peak rate
-and its matrix units (128 x 128; 256 x 256 from v6e on).
+and its matrix units (128 x 128; 256 x 256 from v6e on). The page of TPU7x gives it the
+interconnect of v5p; its links are taken to be those of v5p, too.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ CHIPS = {
         Chip("v5e", 197e12, 16 * GIB, 819e9, 45e9, 3.125e9, clock=1.5e9, wraps=16),
         Chip("v5p", 459e12, 95 * GIB, 2765e9, 90e9, 6.25e9, clock=1.75e9, wraps=4),
         Chip("v6e", 918e12, 32 * GIB, 1640e9, 90e9, 12.5e9, clock=1.75e9, wraps=16),
+        # A device of JAX is one of the two cores of a chip, with half of what it has.
+        Chip("tpu7x", 1153.5e12, 96 * GIB, 3690e9, 90e9, 6.25e9, clock=2.2e9, wraps=4),
         Chip("h100", 989e12, 80 * 10**9, 3350e9, 450e9, 50e9),
         Chip("h200", 989e12, 141 * 10**9, 4800e9, 450e9, 50e9),
     )

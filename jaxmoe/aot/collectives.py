@@ -4,13 +4,15 @@
 A collective stands as one instruction (synchronous), as a pair of `-start` and `-done`,
 inside a computation that `async-start` runs, or, on TPU, in fusions: one holds it and a
 custom call `AsyncCollectiveStart`, others carry it along beside their own work, a last
-one has `AsyncCollectiveDone`.
+one has `AsyncCollectiveDone`. Between slices it is a `send` and a `recv` by way of the
+hosts, which know by an attribute what they are part of.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 
 from jaxmoe.aot.network import Network, axis_of
 from jaxmoe.aot.program import Instruction, Program
@@ -19,6 +21,10 @@ KINDS = (
     *("all-to-all", "ragged-all-to-all", "all-gather", "all-reduce"),
     *("reduce-scatter", "collective-permute", "collective-broadcast"),
 )
+
+
+_BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_MEETING = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +88,38 @@ def collectives_of(
             add(instruction, sizes, place, place)
         else:
             _pass_on(instruction, flying)
-    return found
+    return [*found, *_between_slices(instructions, network, mesh)]
+
+
+def _between_slices(
+    instructions: Sequence[Instruction], network: Network, mesh: dict[str, int]
+) -> Iterator[Collective]:
+    """What goes from slice to slice, from each `send` to the end of its `recv`."""
+    sent: dict[str, tuple[int, Instruction]] = {}
+    received = {i.name: i for i in instructions if i.opcode == "recv"}
+    for place, instruction in enumerate(instructions):
+        meeting = _MEETING.search(instruction.text)
+        if instruction.opcode == "send" and meeting:
+            sent[meeting[1]] = place, instruction
+    for place, instruction in enumerate(instructions):
+        recv = received.get((instruction.operands or [""])[0])
+        if instruction.opcode != "recv-done" or recv is None:
+            continue
+        kind, meeting = _BETWEEN.search(recv.text), _MEETING.search(recv.text)
+        if not kind or not meeting or meeting[1] not in sent:
+            continue
+        begin, send = sent[meeting[1]]
+        name = kind[1].lower().replace("_", "-")
+        name = name if name in KINDS else "collective-permute"
+        size = max(send.results[0].bytes, recv.results[0].bytes)
+        groups = network.across_slices()
+        seconds = (
+            network.permute([tuple(groups[0][:2])], size)
+            if name == "collective-permute"
+            else _seconds(name, network, groups, size)
+        )
+        axis = axis_of(groups, mesh)
+        yield Collective(name, axis, size, seconds, send.scope, begin, place)
 
 
 Start = tuple[Instruction, dict[str, int] | None]

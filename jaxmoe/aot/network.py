@@ -75,6 +75,13 @@ class Network:
         sums of so many; an all-reduce is both."""
         return self._one(self._gather, groups, size)
 
+    def across_slices(self) -> list[list[int]]:
+        """Groups of devices that have the same place in every slice."""
+        members: dict[int, list[int]] = {}
+        for device, home in enumerate(self.slices):
+            members.setdefault(home, []).append(device)
+        return [list(group) for group in zip(*members.values(), strict=True)]
+
     def _one(self, seconds, groups, size: int) -> float:
         # Groups are alike; the first one stands for all but in the load of links.
         key = tuple(map(tuple, groups))

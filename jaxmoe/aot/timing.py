@@ -26,7 +26,7 @@ _FREE = frozenset(
         *("parameter", "constant", "tuple", "get-tuple-element", "bitcast"),
         *("after-all", "partition-id", "replica-id", "opt-barrier", "copy-start"),
         *("copy-done", "slice-start", "slice-done", "async-start", "async-update"),
-        "async-done",
+        *("async-done", "send", "recv"),
     )
 )
 

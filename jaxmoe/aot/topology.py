@@ -105,9 +105,11 @@ def _tpu(chip: Chip, shape: str, slices: int, name: str) -> tuple:
             "its compiler is what compiles for TPU, also where there is no TPU",
             "Install it with pip install -e '.[aot]'",
         )
-    # Do not ask a metadata server which slice this machine is part of; and no chip is
-    # used, so other processes need not be kept from it.
+    # Do not ask a metadata server which slice this machine is part of, nor complain
+    # that nobody says. No chip is used, so others need not be kept from it.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     from jax.experimental import topologies
 

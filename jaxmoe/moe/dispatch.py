@@ -128,12 +128,16 @@ def _weigh_rows_backward(residuals, cotangent):
     K = weights.shape[1]
     weight_R = _take(weights.reshape(-1), inverse)
     drows = _take(cotangent, inverse // K) * weight_R[:, None]  # M*K -> M: still none
-    # One column at a time, as below: [M, K, D] would be written out.
-    of_column = [
-        jnp.sum(cotangent * _take(rows, index[:, k]), axis=1, dtype=jnp.float32)
-        for k in range(K)
+    # Some columns at a time, as below: [M, K, D] would be written out.
+    of_columns = [
+        jnp.sum(
+            cotangent[:, None] * _take(rows, index[:, k : k + n]),
+            axis=2,
+            dtype=jnp.float32,
+        )
+        for k, n in _columns(K)
     ]
-    dweights = jnp.stack(of_column, axis=1).astype(weights.dtype)
+    dweights = jnp.concatenate(of_columns, axis=1).astype(weights.dtype)
     return drows.astype(rows.dtype), dweights, None, None
 
 
@@ -152,10 +156,19 @@ def _sum_of_rows(
     total = 0.0
     # One by one, so that gathers, products and sums are one loop on CPU: with K as an
     # axis that is summed, [M, K, D] is written out.
-    for k in range(index_MK.shape[1]):
-        taken = _take(rows, index_MK[:, k]).astype(jnp.float32)
-        total += taken if weights_MK is None else taken * weights_MK[:, k, None]
+    for k, n in _columns(index_MK.shape[1]):
+        taken = _take(rows, index_MK[:, k : k + n]).astype(jnp.float32)
+        if weights_MK is not None:
+            taken *= weights_MK[:, k : k + n, None]
+        total += jnp.sum(taken, axis=1)
     return jnp.asarray(total).astype(rows.dtype)
+
+
+def _columns(K: int) -> list[tuple[int, int]]:
+    """(first, number) of the columns that are taken together: one by one, but for the
+    80 prototypes of M6-10T, which would be a program of minutes to compile."""
+    n = -(-K // 16)
+    return [(k, min(n, K - k)) for k in range(0, K, n)]
 
 
 def rows_capacity(assignments: int, num_slots: int, block: int) -> int:

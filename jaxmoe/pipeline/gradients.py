@@ -358,6 +358,7 @@ class _Pass:
                     weights=abstract([one_layer[kind] for kind in kinds]),
                     x=jax.ShapeDtypeStruct(inputs_MbSD.shape[1:], inputs_MbSD.dtype),
                     context=context,
+                    recompute=static.model.remat == "full",
                 )
             stages.append((kinds, made[key]))
         return stages

@@ -9,7 +9,8 @@ products are stashed, and no product is computed twice.
 
 The backward is cut in two. What the gradient of the input needs is Bi; what then
 remains is W: the products that make weight gradients, and the small sums of biases and
-norms.
+norms. What crosses from one to the other waits in a buffer; where recomputation is
+asked for, W makes again what products make of smaller values.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ _CHEAP = frozenset(
         *("one_minus_square", "unstack", "xor"),  # the first is of newer jax
     )
 )
+_PRODUCTS = frozenset(("dot_general", "ragged_dot", "ragged_dot_general"))
+# A product runs again in W for a value that is so much larger than what it is made of.
+_SHARE = 1 / 8
 # Those that only move numbers.
 _LAYOUT = frozenset(
     ("broadcast_in_dim", "expand_dims", "reshape", "squeeze", "transpose")
@@ -58,6 +62,8 @@ class StagePrograms:
       weights, x, context: its abstract arguments; its output is like `x`.
       whole: the same function with another derivative, for a B whose two parts need not
         be told apart; it must leave the same residuals.
+      recompute: W makes again what can be had by products out of smaller values: the
+        hidden vectors of experts are many times the rest of what crosses.
 
     Attributes:
       saved: shapes of what the forward leaves for the backward.
@@ -73,6 +79,7 @@ class StagePrograms:
         x: jax.ShapeDtypeStruct,
         context: Tree,
         whole: Forward | None = None,
+        recompute: bool = False,
     ):
         self._arguments = weights, context, x
         self._forward, self.saved, self._backward = self._trace_both(forward)
@@ -80,7 +87,7 @@ class StagePrograms:
         if whole is not None:
             _, saved, self._whole = self._trace_both(whole)
             assert saved == self.saved, (saved, self.saved)
-        self._cut(len(jax.tree.leaves((weights, context))))
+        self._cut(len(jax.tree.leaves((weights, context))), recompute)
 
     def _trace_both(self, forward: Forward):
         """(forward, what it stashes, backward) of one way to compute the stage."""
@@ -123,11 +130,12 @@ class StagePrograms:
 
         return forward_only, shapes, _trace(backward, (weights, context, shapes, x))
 
-    def _cut(self, given: int) -> None:
+    def _cut(self, given: int, recompute: bool) -> None:
         """Divides the equations of the backward between Bi and W.
 
         Args:
           given: number of leaves of weights and context, which both have.
+          recompute: as in the constructor.
         """
         self._weights_tree = jax.tree.structure(self._backward.shapes[1])
         jaxpr = self._backward.closed.jaxpr
@@ -162,6 +170,15 @@ class StagePrograms:
             else:
                 crossing[v] = None
         self.late = [*reversed(layout), *late]
+        if recompute:
+            cheap = _CHEAP | _PRODUCTS
+            early = jaxpr.replace(eqns=self.early)
+            kept, again = choose_saved(
+                early, given, list(crossing), cheap=cheap, share=_SHARE
+            )
+            crossing = dict.fromkeys(kept)
+            # An equation may be among both, and must not stand there twice.
+            self.late = list({id(e): e for e in (*again, *self.late)}.values())
         self.deferred = list(map(_shape, crossing))
         self._inputs = jaxpr.replace(eqns=self.early, outvars=[dx, *crossing])
         self._weights = jaxpr.replace(
@@ -201,17 +218,24 @@ class StagePrograms:
 
 
 def choose_saved(
-    jaxpr: Jaxpr, given: int, residuals: Sequence[Any]
+    jaxpr: Jaxpr,
+    given: int,
+    residuals: Sequence[Any],
+    *,
+    cheap: frozenset[str] = _CHEAP,
+    share: float = 1.0,
 ) -> tuple[list[Any], list[Any]]:
     """Which values to keep so that all residuals can be had again cheaply.
 
     Greedy, from the largest residual on: it is made again if cheap equations lead to it
-    from what is there, or from other values that are not larger than itself.
+    from what is there, or from other values of at most `share` of its size.
 
     Args:
       jaxpr: without calls.
       given: number of its first arguments that are there again anyway.
       residuals: variables of it, or literals.
+      cheap: primitives of equations that may run again.
+      share: of the size of a residual.
 
     Returns:
       The variables to keep, and the equations that make the residuals out of them.
@@ -219,7 +243,7 @@ def choose_saved(
     maker = {
         v: equation
         for equation in jaxpr.eqns
-        if equation.primitive.name in _CHEAP and not equation.effects
+        if equation.primitive.name in cheap and not equation.effects
         for v in equation.outvars
     }
     there = {*jaxpr.constvars, *jaxpr.invars[:given]}
@@ -229,7 +253,7 @@ def choose_saved(
     again: set[int] = set()
     for residual in sorted(wanted, key=lambda v: -_bytes(v)):
         path, ends = _way_back(residual, maker, there)
-        if sum(map(_bytes, ends)) <= _bytes(residual):
+        if sum(map(_bytes, ends)) <= share * _bytes(residual):
             saved += ends
             again |= {id(equation) for equation in path}
             there |= {*ends, *(v for equation in path for v in equation.outvars)}

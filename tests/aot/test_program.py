@@ -71,6 +71,36 @@ def test_times_by_hand():
     assert timed.seconds == 16 + 1000 + 3 * (5 + 32)
 
 
+HOSTS = """
+ENTRY %main (p: f32[8]) -> f32[16] {
+  %p = f32[8]{0} parameter(0)
+  %none = token[] after-all()
+  %send = (f32[8]{0}, u32[], token[]) send(%p, %none), channel_id=1, MEETING
+  %recv = (f32[16]{0}, u32[], token[]) recv(%none), channel_id=2, MEETING
+  %one = f32[8]{0} add(%p, %p), backend_config={"estimated_cycles":"10"}
+  %sent = token[] send-done(%send), channel_id=1
+  %done = (f32[16]{0}, token[]) recv-done(%recv), channel_id=2
+  ROOT %all = f32[16]{0} get-tuple-element(%done), index=0
+}
+""".replace(
+    "MEETING",
+    'frontend_attributes={_xla_host_transfer_rendezvous="all-gather.2_0",'
+    '_xla_megascale_transfer_type="ALL_GATHER"}',
+)
+
+
+def test_what_hosts_carry_between_slices_is_a_collective():
+    """A gather of 64 bytes over two slices: the half that comes from the other one
+    takes 64 s at half a byte per second, of which 10 have work beside them."""
+    two = network.grid(CHIP, [(0,), (1,), (0,), (1,)], [0, 0, 1, 1])
+    mesh = {"data": 2, "expert": 2, "pipe": 1}
+    timed = Machine(read_program(HOSTS), two, mesh, even_rows=1).time("main")
+    ((found, hidden, times),) = timed.transfers
+    assert (found.kind, found.axis, found.bytes) == ("all-gather", "data", 64)
+    assert (found.seconds, hidden, times) == (64.0, 10.0, 1.0)
+    assert timed.seconds == 64.0
+
+
 def line(length, wraps=100):
     chip = Chip("test", 1.0, 1, 1.0, 1.0, 0.5, clock=1.0, wraps=wraps)
     return network.grid(chip, [(i,) for i in range(length)], [0] * length)

@@ -260,7 +260,6 @@ def test_moving_there_and_back_is_exact(config):
     """Masters and moments are the same bits after any moves; only rows travel."""
     setup = helpers.setup_of(config, 2, 4)
     rebalancer = rebalancer_of(config, 2, 4)
-    assert ("moments" in rebalancer._kinds) == (config is FACTORED)
     state = helpers.initial_state(config, 2, 4)
     state, _ = helpers.step_of(config, 2, 4)(state, helpers.batches(config)[0])
     before = logical(rebalancer, state)

@@ -24,6 +24,7 @@ from jaxmoe.moe.dispatch import (
     dispatch,
     rows_capacity,
     take_rows,
+    weigh_rows,
 )
 from jaxmoe.moe.exchange import ExpertAxis
 from tests import oracle
@@ -116,6 +117,23 @@ def test_take_rows_is_indexing_with_its_true_derivative(data):
 
     for got, want in zip(*taken(source, index, inverse, cotangent), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_many_choices_are_weighed_as_few_are():
+    """The weighted sum over 40 rows of each token, some at a time, and its
+    derivatives, are those of one plain product."""
+    M, K = 3, 40
+    rows = jax.random.normal(jax.random.key(0), (M * K, 4))
+    weights = jax.random.normal(jax.random.key(1), (M, K))
+    index = jax.random.permutation(jax.random.key(2), M * K).reshape(M, K)
+    inverse = jnp.argsort(index.reshape(-1))
+
+    def plain(rows, weights):
+        return jnp.einsum("mkd,mk->md", rows[index], weights)
+
+    got, pull = jax.vjp(lambda r, w: weigh_rows(r, w, index, inverse), rows, weights)
+    want, pull_plain = jax.vjp(plain, rows, weights)
+    oracle.assert_close((got, pull(got)), (want, pull_plain(want)), relative=1e-5)
 
 
 def test_gradients_contain_no_scatter_of_rows():
