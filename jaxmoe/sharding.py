@@ -50,7 +50,7 @@ def master_spec(
     `keep`: the further out, the longer the pieces that a gather copies. An array none
     of whose dimensions can be divided stays as it is; such arrays are small.
     """
-    used = set(compute)
+    used = {axis for entry in compute if entry for axis in _names(entry)}
     free = tuple(a for a in AXES if a not in used and mesh.shape[a] > 1)
     entries = list(compute) + [None] * (len(shape) - len(compute))
     ways = math.prod(mesh.shape[axis] for axis in free)
@@ -78,6 +78,20 @@ def reduced_spec(
         if (*whole[:i], *whole[i + 1 :]) == shape:
             return PartitionSpec(*entries[:i], *entries[i + 1 :])
     return PartitionSpec()
+
+
+def moment_spec(
+    shape: tuple[int, ...], whole: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
+) -> PartitionSpec:
+    """The layout of a moment of the parameter `whole`, which is laid out by `spec`.
+
+    A factored moment is a mean over one dimension; if that was split, another one is.
+    The first dimension, of layers, stays whole as in the parameter.
+    """
+    if shape == whole:
+        return spec
+    kept = reduced_spec(shape, whole, spec)
+    return master_spec(shape, kept, mesh, keep=int(len(shape) > 1))
 
 
 def gather(shards: Any, compute: Any, master: Any) -> Any:

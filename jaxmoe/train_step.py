@@ -411,10 +411,7 @@ class Setup:
         """The master layout of the whole state; optimizer arrays follow parameters."""
 
         def follow(leaf, param, spec):
-            if leaf.shape == param.shape:
-                return spec
-            # A factored moment: a mean over one dimension of its parameter.
-            return sharding.reduced_spec(leaf.shape, param.shape, spec)
+            return sharding.moment_spec(leaf.shape, param.shape, spec, self.mesh)
 
         specs = optax.tree_utils.tree_map_params(
             self.optimizer,
