@@ -114,7 +114,7 @@ def _between_slices(
         size = max(send.results[0].bytes, recv.results[0].bytes)
         groups = network.across_slices()
         seconds = (
-            network.permute([tuple(groups[0][:2])], size)
+            network.permute([(groups[0][0], groups[0][1])], size)
             if name == "collective-permute"
             else _seconds(name, network, groups, size)
         )
