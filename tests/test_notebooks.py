@@ -18,7 +18,7 @@ nbformat = pytest.importorskip("nbformat")
 
 RELATIVE = 0.15  # losses of short runs, on another machine or version
 ABSOLUTE = 0.15  # shares, and what is near 0
-NAMES = ("dualpipe", "eplb")
+NAMES = ("dualpipe", "eplb", "quickstart")
 
 
 def load_execute():
