@@ -242,7 +242,8 @@ REFUSED = [
     (
         "Checkpoint.zzz=1",
         "Checkpoint.zzz {} " + UNKNOWN + ". Write Checkpoint.every_steps,"
-        " Checkpoint.keep or Checkpoint.asynchronous.",
+        " Checkpoint.keep, Checkpoint.keep_every, Checkpoint.keep_best,"
+        " Checkpoint.best_metric or Checkpoint.asynchronous.",
     ),
     (
         "evaluation/MoE.top_k=3",
