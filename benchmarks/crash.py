@@ -84,7 +84,7 @@ def train(run: str, steps: int, cache: str) -> None:
     os.dup2(log, 2)
     from jaxmoe import cli, plots
 
-    plots.write_plots = lambda workdir: None  # seconds for nothing, at the end only
+    plots.write_plots = lambda *_: None  # seconds for nothing, at the end only
     gin = (*OPTIONS, f"Train.steps={steps}", f"Train.compilation_cache={cache!r}")
     sys.exit(cli.main(["train", f"--workdir={run}", *(f"--gin.{x}" for x in gin)]))
 
