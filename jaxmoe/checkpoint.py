@@ -179,6 +179,27 @@ class Checkpointer:
         """`name`, `shape` and `dtype` of each leaf saved at a step."""
         return self._body(step)["leaves"]
 
+    def arrays(
+        self, step: int, wanted: Callable[[str], bool] = lambda name: True
+    ) -> dict[str, Any]:
+        """The arrays saved at a step as they are, on the host, in nested dicts.
+
+        Args:
+          step: One that verifies.
+          wanted: Which, by name.
+
+        Raises:
+          CheckpointError: if the step is not there or damaged.
+        """
+        asked = {
+            tuple(leaf["name"].split("/")): jax.ShapeDtypeStruct(
+                leaf["shape"], leaf["dtype"]
+            )
+            for leaf in self.leaves(step)
+            if wanted(leaf["name"])
+        }
+        return self.restore(step, tree_names.nested(asked), partial=True)
+
     def restore(self, step: int, abstract_tree: Any, *, partial: bool = False) -> Any:
         """The tree saved at a step, on the mesh and shardings asked for.
 

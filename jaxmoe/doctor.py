@@ -22,6 +22,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jaxmoe.cluster import has_tpu
+from jaxmoe.versions import installed
+
 PACKAGES = (
     *("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain"),
     *("jax-cuda13-plugin", "jax-cuda12-plugin"),
@@ -69,16 +72,12 @@ class Machine:
 
 def this_machine(folder: Path, timeout_s: float) -> Machine:
     """The machine on which this runs."""
-    versions = {}
-    for name in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
     requirements: tuple[str, ...] = ()
     with contextlib.suppress(metadata.PackageNotFoundError):
         requirements = tuple(metadata.requires("jax") or ())
     return Machine(
         environment=dict(os.environ),
-        versions=versions,
+        versions=installed(PACKAGES),
         requirements=requirements,
         accelerators=tuple(_accelerators()),
         timeout_s=timeout_s,
@@ -87,9 +86,8 @@ def this_machine(folder: Path, timeout_s: float) -> Machine:
 
 
 def _accelerators() -> Iterator[str]:
-    """Accelerators by their device files; a TPU has /dev/accel* or /dev/vfio/*."""
-    numbered = [p for p in Path("/dev/vfio").glob("[0-9]*")]
-    if any(Path("/dev").glob("accel[0-9]*")) or numbered:
+    """Accelerators by their device files."""
+    if has_tpu():
         yield "tpu"
     if any(Path("/dev").glob("nvidia[0-9]*")):
         yield "gpu"

@@ -13,7 +13,6 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from jaxmoe import config as config_lib
@@ -44,15 +43,7 @@ def export(checkpoints: Path, step: int, model: Model, file: str) -> int:
     from safetensors.numpy import save_file
 
     with Checkpointer(checkpoints, read_only=True) as reader:
-        asked = {
-            tuple(leaf["name"].split("/")): jax.ShapeDtypeStruct(
-                leaf["shape"], leaf["dtype"]
-            )
-            for leaf in reader.leaves(step)
-            if leaf["name"].startswith(("params/", "buffers/"))
-            and not of_placement(leaf["name"])
-        }
-        tree = reader.restore(step, tree_names.nested(asked), partial=True)
+        tree = reader.arrays(step, _are_weights)
         config_text = reader.config_text(step)
     tensors = dict(_tensors(tree_names.paths(tree), model))
     notes = {"format": "jaxmoe", "step": str(step), "config": config_text}
@@ -69,6 +60,10 @@ def export(checkpoints: Path, step: int, model: Model, file: str) -> int:
             "Name another file",
         ) from error
     return len(tensors)
+
+
+def _are_weights(name: str) -> bool:
+    return name.startswith(("params/", "buffers/")) and not of_placement(name)
 
 
 def _tensors(

@@ -45,9 +45,6 @@ _OF_MACHINE: dict[str, Any] = {
     "Mesh.expert_nodes": 1,
     "Mesh.virtual_devices": 1,
     "Mesh.distributed": False,
-    "Mesh.coordinator": "",
-    "Mesh.num_processes": "auto",
-    "Mesh.process_id": "auto",
     "MoE.exchange": "auto",
 }
 

@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType
 
-from jaxmoe import cluster, config_checks, processes
+from jaxmoe import cluster, config_checks, processes, versions
 from jaxmoe import config as config_lib
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.config_base import all_divisors, choice, closest, mistake, near
@@ -257,12 +257,6 @@ def _size_error(sizes: dict, num_devices: int) -> str:
 
 
 def _versions() -> str:
-    import importlib.metadata
-
-    found = []
-    for name in ("jax", "jaxlib", "libtpu"):
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            found.append(f"{name} not installed")
-    return ", ".join(found)
+    names = ("jax", "jaxlib", "libtpu")
+    here = versions.installed(names)
+    return ", ".join(f"{name} {here.get(name, 'not installed')}" for name in names)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -31,6 +30,7 @@ from jaxmoe import __version__, roll_call
 from jaxmoe.cluster import Place, without_place
 from jaxmoe.config import Config
 from jaxmoe.config_base import ConfigError
+from jaxmoe.versions import installed
 
 _PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy")
 _READY_S = 3600  # for the slowest to compile
@@ -228,12 +228,7 @@ def facts_of(config: Config) -> dict[str, str]:
             found[label] = repr(getattr(part, field.name))
     found["jaxmoe"] = f"{__version__} (code {_code_version()})"
     found["python"] = platform.python_version()
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    return found | dict.fromkeys(_PACKAGES, "not installed") | installed(_PACKAGES)
 
 
 def _code_version() -> str:

@@ -64,7 +64,7 @@ class Rebalancer:
 
     def __init__(self, setup: Setup):
         self._setup, self._config = setup, setup.config
-        self._kinds = _kinds(setup)
+        self._by_expert = _by_expert(setup)
         state = setup.state_sharding
         self._rebalance = jax.jit(
             self.step,
@@ -139,8 +139,8 @@ class Rebalancer:
         """Bytes of what a device sends of one expert in a round, on one device."""
         leaves = jax.tree.leaves(self._setup.abstract_state)
         total = 0
-        for leaf, kind in zip(leaves, self._kinds, strict=True):
-            if kind == "rows":
+        for leaf, by_expert in zip(leaves, self._by_expert, strict=True):
+            if by_expert:
                 _, _, *rest = leaf.sharding.shard_shape(leaf.shape)
                 total += leaf.dtype.itemsize * math.prod(rest)
         return total
@@ -154,8 +154,8 @@ class Rebalancer:
     def _moved(self, state: TrainState, move: Move) -> TrainState:
         """The state with every array that has a row per expert in another order."""
         leaves, tree = jax.tree.flatten(state)
-        for i, kind in enumerate(self._kinds):
-            if kind == "rows":
+        for i, by_expert in enumerate(self._by_expert):
+            if by_expert:
                 leaves[i] = self._carry(leaves[i], self._spec(i), move)
         return jax.tree.unflatten(tree, leaves)
 
@@ -207,23 +207,20 @@ def of_placement(name: str) -> bool:
     return name.startswith(_PLACEMENT)
 
 
-def _kinds(setup: Setup) -> list[str]:
-    """Of every array of a state: 'rows' if [L, E, ...] laid out as the experts'
-    parameters, else ''."""
+def _by_expert(setup: Setup) -> list[bool]:
+    """Of every array of a state, whether it is [L, E, ...] laid out as the experts'
+    parameters."""
     params = setup.abstract_params
 
-    def of_param(path, leaf) -> str:
+    def of_param(path, leaf) -> bool:
         names = [getattr(key, "key", None) for key in path]
-        return "rows" if names[:3] == ["moe", "moe", "experts"] else ""
+        return names[:3] == ["moe", "moe", "experts"]
 
     marks = jax.tree_util.tree_map_with_path(of_param, params)
 
-    def of_moment(leaf, mark: str, param) -> str:
-        if not mark or leaf.shape == param.shape:
-            return mark
+    def of_moment(leaf, mark: bool, param) -> bool:
         # A factored moment is laid out as its parameter, but for the missing dimension.
-        has_experts = leaf.ndim > 1 and leaf.shape[:2] == param.shape[:2]
-        return mark if has_experts else ""
+        return mark and leaf.ndim > 1 and leaf.shape[:2] == param.shape[:2]
 
     state = setup.abstract_state
     optimizer = optax.tree_utils.tree_map_params(
@@ -232,10 +229,10 @@ def _kinds(setup: Setup) -> list[str]:
         state.optimizer,
         marks,
         params,
-        transform_non_params=lambda _: "",
+        transform_non_params=lambda _: False,
     )
-    buffers = jax.tree.map(lambda _: "", state.buffers)
-    marked = TrainState("", marks, buffers, optimizer)
+    buffers = jax.tree.map(lambda _: False, state.buffers)
+    marked = TrainState(False, marks, buffers, optimizer)
     return jax.tree.leaves(marked)
 
 

@@ -43,8 +43,7 @@ from jaxmoe.moe.router import MoEStats
 from jaxmoe.parts import nonfinite_parts
 from jaxmoe.pipeline.gradients import PipelinedGradients
 from jaxmoe.pipeline.lower import lower
-from jaxmoe.pipeline.schedule import build
-from jaxmoe.pipeline.simulate import parse_costs
+from jaxmoe.pipeline.simulate import of_config
 from jaxmoe.xla_options import compiler_options
 
 INT_FIELDS = ("tokens", "modality", "sequence", "positions", "targets", "task")
@@ -148,13 +147,11 @@ class Setup:
 
     def _pipelined(self) -> PipelinedGradients:
         config, ranks = self.config, self.mesh.shape["pipe"]
-        count = config_lib.pipeline_microbatches(config.pipeline, ranks)
-        schedule = build(config.pipeline.schedule, ranks, count)
         return PipelinedGradients(
             config.model,
             config.moe,
             network=self.network,
-            table=lower(schedule, parse_costs(config.pipeline.costs)),
+            table=lower(*of_config(config.pipeline, ranks)),
             alternating=config.pipeline.order == "alternating",
             axis=self.axis,
             mesh=self.mesh,

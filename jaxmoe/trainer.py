@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 
-from jaxmoe import config as config_lib
 from jaxmoe import config_changes, plots, processes, rebalance, tree_names, warm_start
 from jaxmoe import mesh as mesh_lib
 from jaxmoe.checkpoint import Checkpointer
@@ -33,8 +32,7 @@ from jaxmoe.metrics import MetricsWriter, Progress
 from jaxmoe.model import Batch, placement_of
 from jaxmoe.nonfinite import FirstNonFinite
 from jaxmoe.optim import updates_done
-from jaxmoe.pipeline.schedule import build
-from jaxmoe.pipeline.simulate import Timeline, parse_costs, simulate
+from jaxmoe.pipeline.simulate import Timeline, of_config, simulate
 from jaxmoe.profile import Profile
 from jaxmoe.step_log import Clock, RunError, StepLog, is_due
 from jaxmoe.stop import StopFlag
@@ -367,9 +365,7 @@ def _timeline(config: Config, ranks: int) -> Timeline | None:
     """When each rank of the pipeline does what, by the costs; None without one."""
     if ranks == 1:
         return None
-    count = config_lib.pipeline_microbatches(config.pipeline, ranks)
-    schedule = build(config.pipeline.schedule, ranks, count)
-    return simulate(schedule, parse_costs(config.pipeline.costs))
+    return simulate(*of_config(config.pipeline, ranks))
 
 
 def _start(config: Config, facts: dict[str, str]) -> tuple[str, mesh_lib.Sizes, Setup]:

@@ -15,7 +15,7 @@ FLOORS = (
         *("pipeline.simulate", "pipeline.search", "pipeline.lower", "pipeline.draw"),
         *("pipeline.partition", "eplb.sizes", "aot.chips", "aot.gpu_target"),
         *("aot.program", "aot.network", "aot.collectives", "aot.timing"),
-        *("cluster", "roll_call", "watchdog"),
+        *("cluster", "roll_call", "versions", "watchdog"),
     ),
     ("mesh", "sharding", "tree_names", "processes", "stop"),
     ("layers.*", "moe.*"),

@@ -66,18 +66,7 @@ def steps_of(workdir):
 def saved(workdir, step):
     """All arrays of a checkpoint, by name."""
     with Checkpointer(workdir / "checkpoints", read_only=True) as checkpoints:
-        leaves = {
-            leaf["name"]: jax.ShapeDtypeStruct(leaf["shape"], leaf["dtype"])
-            for leaf in checkpoints.leaves(step)
-        }
-        tree = {}
-        for name, leaf in leaves.items():
-            *path, last = name.split("/")
-            node = tree
-            for key in path:
-                node = node.setdefault(key, {})
-            node[last] = leaf
-        return checkpoints.restore(step, tree), checkpoints.extra(step)
+        return checkpoints.arrays(step), checkpoints.extra(step)
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ def read_patches(path: str, data: Data, *, digit: bool) -> np.ndarray:
         if digit:
             return digit_patches(content, data.patch_size)
         pixels = images.decode(content, data.image_size, data.image_mode)
-        return digits.to_patches(pixels[None], data.patch_size)[0]
+        return images.to_patches(pixels, data)
     except OSError as error:
         reason = error.strerror
     except BrokenRecord as error:

@@ -18,8 +18,9 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from jaxmoe.config import Pipeline, pipeline_microbatches
 from jaxmoe.config_base import mistake, nearest
-from jaxmoe.pipeline.schedule import Operation, Schedule
+from jaxmoe.pipeline.schedule import Operation, Schedule, build
 
 # Times are rounded to 9 decimals, so that sums in another order give equal times.
 _DECIMALS = 9
@@ -177,6 +178,12 @@ def parse_costs(text: str, *, name: str = "--costs") -> Costs:
             )
         values[cost] = float(value)
     return Costs(**values)
+
+
+def of_config(pipeline: Pipeline, ranks: int) -> tuple[Schedule, Costs]:
+    """The schedule of a configuration on so many ranks, and what operations cost."""
+    count = pipeline_microbatches(pipeline, ranks)
+    return build(pipeline.schedule, ranks, count), parse_costs(pipeline.costs)
 
 
 def _check_done(schedule: Schedule, done: dict[Key, float], counts: list[int]) -> None:
