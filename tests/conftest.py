@@ -19,6 +19,8 @@ import hypothesis
 import jax
 import pytest
 
+from tests import traces
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -33,6 +35,12 @@ MOST_MAPS = 30_000
 @pytest.fixture(scope="session", autouse=True)
 def eight_devices():
     assert jax.device_count() == 8, f"the suite needs 8 CPU devices: {jax.devices()}"
+
+
+@pytest.fixture
+def write_trace(tmp_path):
+    """Writes a trace into the folder of a test and returns its path."""
+    return functools.partial(traces.write, tmp_path)
 
 
 @pytest.fixture(autouse=True)

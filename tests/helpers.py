@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import shutil
@@ -228,6 +229,15 @@ def compilations() -> Iterator[list[str]]:
         yield found
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def script(path: Path) -> Any:
+    """A Python file outside the package, as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader, path
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 # Runs ------------------------------------------------------------------------------

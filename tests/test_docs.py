@@ -3,7 +3,6 @@
 
 import ast
 import fnmatch
-import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -16,6 +15,7 @@ from PIL import Image
 from jaxmoe import config as config_lib
 from jaxmoe import gin_config
 from jaxmoe.config_values import FIELDS
+from tests import helpers
 from tests.data import own_files
 from tests.test_floors import FLOORS
 
@@ -181,10 +181,7 @@ def test_every_command_is_documented():
 
 
 def test_configuration_page_is_current():
-    file = ROOT / "docs" / "configuration.py"
-    spec = importlib.util.spec_from_file_location("configuration", file)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = helpers.script(ROOT / "docs" / "configuration.py")
     text = script.PAGE.read_text("utf-8")
     assert text == script.page(), "out of date: run python docs/configuration.py"
     for name in FIELDS:

@@ -4,8 +4,6 @@
 Times of the traces are microseconds, those of the figures milliseconds.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from jaxmoe import cli, overlap, trace_file, trace_kernels
-from tests import helpers, traces
+from tests import helpers
 from tests.traces import (
     COMBINE,
     DISPATCH,
@@ -30,14 +28,9 @@ from tests.traces import (
 )
 
 
-@pytest.fixture
-def write(tmp_path):
-    return partial(traces.write, tmp_path)
-
-
-def analysed(write, events, *patterns, section=""):
+def analysed(write_trace, events, *patterns, section=""):
     found = trace_kernels.check_patterns(patterns)
-    return overlap.analyse(trace_file.read(write(events)), found, section)
+    return overlap.analyse(trace_file.read(write_trace(events)), found, section)
 
 
 def part(busy, hidden, exposed, kernels=1):
@@ -53,9 +46,9 @@ def part(busy, hidden, exposed, kernels=1):
 # The figures -------------------------------------------------------------------------
 
 
-def test_pytorch(write, capsys):
+def test_pytorch(write_trace, capsys):
     """Unions over streams: nothing counts twice. A copy only lengthens the span."""
-    found = figures(capsys, write(PYTORCH))
+    found = figures(capsys, write_trace(PYTORCH))
     assert found["span_ms"] == 1.2
     assert found["compute_ms"] == 0.8
     assert found["communication_ms"] == 0.4
@@ -71,13 +64,13 @@ def test_pytorch(write, capsys):
     assert found["left_out_events"] == 0
 
 
-def test_the_table(write, capsys):
-    lines = [line.split() for line in output(capsys, write(PYTORCH)).splitlines()]
+def test_the_table(write_trace, capsys):
+    lines = [line.split() for line in output(capsys, write_trace(PYTORCH)).splitlines()]
     assert ["GPU", "0", "1.20", "0.80", "0.40", "50.0%", "0.20"] in lines
     assert ["notify", "1", "0.05", "0.0%", "0.05"] in lines
 
 
-def test_two_devices(write, capsys):
+def test_two_devices(write_trace, capsys):
     """A device is not hidden by what another one computes; the whole is the mean."""
     events = [
         kernel(GEMM, 0, 100),
@@ -85,26 +78,26 @@ def test_two_devices(write, capsys):
         kernel(GEMM, 0, 100, device=1),
         kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 100, 50, device=1),
     ]
-    found = figures(capsys, write(events))
+    found = figures(capsys, write_trace(events))
     assert [d["hidden_fraction"] for d in found["devices"]] == [1.0, 0.0]
     assert [d["span_ms"] for d in found["devices"]] == [0.1, 0.15]
     assert (found["span_ms"], found["hidden_fraction"]) == (0.125, 0.5)
     assert found["classes"] == {"all_reduce": part(0.05, 0.025, 0.025)}
 
 
-def test_processes_are_told_apart(write):
+def test_processes_are_told_apart(write_trace):
     """Merged files of two hosts have a device 0 each."""
     events = [kernel(GEMM, 0, 100), kernel(GEMM, 50, 100) | {"pid": 1000}]
-    found = analysed(write, events)
+    found = analysed(write_trace, events)
     assert [d.name for d in found.devices] == [
         "GPU 0 (process 0)",
         "GPU 0 (process 1000)",
     ]
 
 
-def test_patterns(write, capsys):
+def test_patterns(write_trace, capsys):
     """Patterns of the command line come first; 'compute' and 'ignore' take out."""
-    file = write(PYTORCH)
+    file = write_trace(PYTORCH)
     whole = figures(capsys, file, r"--pattern=transfer=ep::\w+::(dispatch|combine)<")
     assert list(whole["classes"]) == ["transfer", "notify"]
     assert whole["classes"]["transfer"] == part(0.4, 0.2, 0.2, 2)
@@ -113,10 +106,10 @@ def test_patterns(write, capsys):
     assert less["compute_ms"] == 0.9
 
 
-def test_no_communication(write, capsys):
-    found = figures(capsys, write([kernel(GEMM, 0, 10)]))
+def test_no_communication(write_trace, capsys):
+    found = figures(capsys, write_trace([kernel(GEMM, 0, 10)]))
     assert (found["communication_ms"], found["hidden_fraction"]) == (0, None)
-    assert "no communication" in output(capsys, write([kernel(GEMM, 0, 10)]))
+    assert "no communication" in output(capsys, write_trace([kernel(GEMM, 0, 10)]))
 
 
 CLASSES = {
@@ -164,9 +157,9 @@ CLASSES = {
 @pytest.mark.parametrize(
     ("kind", "name"), [(k, name) for k, names in CLASSES.items() for name in names]
 )
-def test_names(kind, name, write):
+def test_names(kind, name, write_trace):
     """What the kernels of libraries and the instructions of XLA are taken for."""
-    trace = trace_file.read(write([kernel(name, 0, 1)]))
+    trace = trace_file.read(write_trace([kernel(name, 0, 1)]))
     found = trace_kernels.find(trace)
     assert found.classes[found.kind[0]] == kind
 
@@ -196,10 +189,10 @@ CPU = [
 ]
 
 
-def test_cpu(write, capsys):
+def test_cpu(write_trace, capsys):
     """Loops hide nothing of what is in them, whatever their name; a step of the host is
     a window of time, and what it cuts counts as far as it is inside."""
-    found = figures(capsys, write(CPU), "--section=^part$")
+    found = figures(capsys, write_trace(CPU), "--section=^part$")
     first, second = found["devices"]
     assert (first["device"], second["device"]) == ("CPU 0", "CPU 1")
     assert (first["compute_ms"], first["exposed_ms"]) == (0.3, 0.3)
@@ -213,10 +206,10 @@ def test_cpu(write, capsys):
     assert (half["compute_ms"], half["exposed_ms"]) == (0, 0.1)  # on device 0 alone
 
 
-def test_cpu_without_numbers_of_devices(write):
+def test_cpu_without_numbers_of_devices(write_trace):
     """Threads are devices then: too little is hidden rather than too much."""
     events = [operation("dot", 0, 9, "?"), operation("psum", 0, 9, "?", tid=8)]
-    found = analysed(write, events)
+    found = analysed(write_trace, events)
     assert [d.figures.compute_ms for d in found.devices] == [0.009, 0]
     assert found.figures.communication.hidden_fraction == 0
 
@@ -251,12 +244,12 @@ TPU = [
 ]
 
 
-def test_tpu(write, capsys):
+def test_tpu(write_trace, capsys):
     """An exchange lasts from start to done: 0 to 400, 400 to 500, 500 to 600; besides
     700 to 750 by its category, and 800 to 900 on the SparseCore. What is computed
     there, waited for, copied, or said by the host hides nothing. Steps are those on
     the device."""
-    found = figures(capsys, write(TPU))
+    found = figures(capsys, write_trace(TPU))
     assert [device["device"] for device in found["devices"]] == ["TPU 0"]
     assert found["compute_ms"] == 0.29
     assert found["communication_ms"] == 0.75
@@ -270,11 +263,11 @@ def test_tpu(write, capsys):
     assert found["sections"]["12"]["exposed_ms"] == found["exposed_ms"]
 
 
-def test_pairs_that_do_not_fit_stay_as_they_are(write):
+def test_pairs_that_do_not_fit_stay_as_they_are(write_trace):
     names = ["all-gather-start.1", "all-gather-start.2", "all-gather-done.3"]
     events = [*described("/device:TPU:0", {3: "XLA Ops"}, pid=3)]
     events += [event(n, 100 * i, 10, pid=3, tid=3) for i, n in enumerate(names)]
-    busy = analysed(write, events).figures.communication.busy_ms
+    busy = analysed(write_trace, events).figures.communication.busy_ms
     assert busy == pytest.approx(0.03)
 
 
@@ -303,11 +296,11 @@ def gpu(*more):
     ]
 
 
-def test_gpu(write, capsys):
+def test_gpu(write_trace, capsys):
     """Streams count, the lines that are derived from them do not. Launches tell what a
     step holds, though it ended on the host before it ran."""
     step = event("train", 45, 20, pid=701, tid=1, args={"step_num": "1"})
-    found = figures(capsys, write(gpu(step)))
+    found = figures(capsys, write_trace(gpu(step)))
     assert [device["device"] for device in found["devices"]] == ["GPU 0"]
     assert (found["span_ms"], found["compute_ms"]) == (0.6, 0.3)
     assert found["classes"] == {"all_gather": part(0.2, 0.1, 0.1)}
@@ -323,14 +316,14 @@ def test_gpu(write, capsys):
         event("train", 250, 100, pid=1, tid=1),  # the line of the device for steps
     ],
 )
-def test_gpu_steps_around_no_launch(step, write, capsys):
+def test_gpu_steps_around_no_launch(step, write_trace, capsys):
     """They are windows of time, though launches are known."""
-    train = figures(capsys, write(gpu(step)))["sections"]["train"]
+    train = figures(capsys, write_trace(gpu(step)))["sections"]["train"]
     assert (train["span_ms"], train["compute_ms"]) == (0.1, 0.05)
     assert (train["communication_ms"], train["exposed_ms"]) == (0.1, 0.05)
 
 
-def test_pytorch_sections(write, capsys):
+def test_pytorch_sections(write_trace, capsys):
     """A kernel belongs to the annotations around its launch; it is hidden under all
     that the device computes. The spans of two occurrences are added."""
 
@@ -356,7 +349,7 @@ def test_pytorch_sections(write, capsys):
         section("all", 0, 100),
         section("empty", 0, 1),
     ]
-    found = figures(capsys, write(events))["sections"]
+    found = figures(capsys, write_trace(events))["sections"]
     assert set(found) == {"combine", "all"}
     assert found["combine"]["count"] == 2
     assert found["combine"]["span_ms"] == 0.2
@@ -401,9 +394,9 @@ def test_a_real_trace(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["trace.svg", "trace.png"])
-def test_figure(name, write, tmp_path, capsys):
+def test_figure(name, write_trace, tmp_path, capsys):
     file = tmp_path / name
-    output(capsys, write(PYTORCH), f"--figure={file}")
+    output(capsys, write_trace(PYTORCH), f"--figure={file}")
     start = {"svg": b"<?xml", "png": b"\x89PNG"}[name[-3:]]
     assert file.read_bytes().startswith(start)
 

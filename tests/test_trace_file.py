@@ -7,12 +7,11 @@ import os
 import subprocess
 import sys
 import time
-from functools import partial
 
 import pytest
 
 from jaxmoe import trace_file
-from tests import helpers, traces
+from tests import helpers
 from tests.traces import (
     COMBINE,
     DISPATCH,
@@ -23,12 +22,6 @@ from tests.traces import (
     kernel,
     output,
 )
-
-
-@pytest.fixture
-def write(tmp_path):
-    return partial(traces.write, tmp_path)
-
 
 FORMS = {
     "plain": lambda events: json.dumps({"traceEvents": events}),
@@ -45,10 +38,10 @@ FORMS = {
 
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
 @pytest.mark.parametrize("form", FORMS)
-def test_forms(form, chunk, write, tmp_path, capsys, monkeypatch):
+def test_forms(form, chunk, write_trace, tmp_path, capsys, monkeypatch):
     """All forms of the file give the same, wherever its text is cut into pieces, and
     packed as well, whatever the name."""
-    expected = figures(capsys, write(PYTORCH))
+    expected = figures(capsys, write_trace(PYTORCH))
     monkeypatch.setattr(trace_file, "_CHUNK", chunk)
     text = FORMS[form](PYTORCH).encode()
     for data in (text, gzip.compress(text)):
@@ -57,7 +50,7 @@ def test_forms(form, chunk, write, tmp_path, capsys, monkeypatch):
         assert figures(capsys, str(file)) == expected
 
 
-def test_pairs_of_begin_and_end(write, capsys):
+def test_pairs_of_begin_and_end(write_trace, capsys):
     """Nested on one thread, as events of the category 'kernel'."""
 
     def half(phase, name, ts):
@@ -72,12 +65,12 @@ def test_pairs_of_begin_and_end(write, capsys):
         half("E", "never begun", 200),
         half("B", "never ended", 300),
     ]
-    found = figures(capsys, write(events))
+    found = figures(capsys, write_trace(events))
     assert (found["span_ms"], found["compute_ms"]) == (0.1, 0.1)
     assert found["left_out_events"] == 2
 
 
-def test_odd_events(write, capsys):
+def test_odd_events(write_trace, capsys):
     """What has no usable time is left out and counted; the rest is read."""
     good = [kernel(GEMM, "0", "100"), kernel(DISPATCH, 50, 100) | {"tid": [7]}]
     lost = [
@@ -98,19 +91,19 @@ def test_odd_events(write, capsys):
         event("a\tname", 0, 1, args=3),
         kernel("zero_length", 120, 0),
     ]
-    found = figures(capsys, write(good + lost + other))
+    found = figures(capsys, write_trace(good + lost + other))
     assert found["left_out_events"] == len(lost)
     assert (found["compute_ms"], found["exposed_ms"]) == (0.1, 0.05)
-    assert "7 events without a usable time" in output(capsys, write(good + lost))
+    assert "7 events without a usable time" in output(capsys, write_trace(good + lost))
 
 
-def test_large_timestamps(write, capsys):
+def test_large_timestamps(write_trace, capsys):
     """Microseconds since 1970 lose no more than a quarter of one."""
     late = [
         event | {"ts": event["ts"] + 1_740_461_679_471_346} if event else event
         for event in PYTORCH
     ]
-    assert figures(capsys, write(late)) == figures(capsys, write(PYTORCH))
+    assert figures(capsys, write_trace(late)) == figures(capsys, write_trace(PYTORCH))
 
 
 MISTAKES = [
@@ -146,7 +139,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("arguments", "parts"), MISTAKES, ids=lambda x: " ".join(x))
-def test_mistakes(arguments, parts, tmp_path, write, capsys):
+def test_mistakes(arguments, parts, tmp_path, write_trace, capsys):
     """Exit code 2 and one message of fact, rule and remedy."""
     whole = json.dumps({"traceEvents": PYTORCH})
     packed = gzip.compress(whole.encode())
@@ -175,7 +168,7 @@ def test_mistakes(arguments, parts, tmp_path, write, capsys):
         (tmp_path / folder).mkdir()
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
-    good = write(PYTORCH, "good.json")
+    good = write_trace(PYTORCH, "good.json")
     arguments = [argument.format(tmp=tmp_path, good=good) for argument in arguments]
     helpers.assert_told(["overlap", *arguments], parts, capsys)
 
@@ -209,7 +202,7 @@ def test_100_megabytes(tmp_path):
     assert found["classes"]["dispatch"]["kernels"] == 380_000 // 52
 
 
-def test_the_newest_of_a_folder(tmp_path, write):
+def test_the_newest_of_a_folder(tmp_path, write_trace):
     for age, name in enumerate(("b", "a", "c")):
         folder = tmp_path / "profile" / "plugins" / "profile" / name
         folder.mkdir(parents=True)
