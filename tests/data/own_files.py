@@ -2,6 +2,7 @@
 """Small data sets of one's own, the same records in every kind of file."""
 
 import io
+import itertools
 import json
 import tarfile
 from pathlib import Path
@@ -12,6 +13,8 @@ from PIL import Image
 
 from jaxmoe.config import Data, Model
 from jaxmoe.data.columns import example_message
+from jaxmoe.data.tasks import TASKS
+from jaxmoe.data.tokenizer import make_tokenizer
 
 KINDS = ("folder", "jsonl", "tar", "array_record", "parquet")
 COLORS = {"red": (220, 30, 30), "green": (30, 180, 40), "blue": (30, 60, 210)}
@@ -29,6 +32,9 @@ DATA = Data(
     held_out_share=0.2,
     num_threads=0,
 )
+TOKENIZER = make_tokenizer("bytes")
+CAPTIONS = dict.fromkeys((f"{t}_weight" for t in TASKS), 0.0) | {"caption_weight": 1.0}
+RUNNING = dict.fromkeys((f"{t}_weight" for t in TASKS), 0.0) | {"lm_weight": 1.0}
 
 
 def picture(number: int, size=(12, 10)) -> Image.Image:
@@ -117,3 +123,26 @@ def _members(rows: list[dict]):
             yield f"{number:03}.en.txt", rest["en"].encode()
         else:
             yield f"{number:03}.json", json.dumps(rest).encode()
+
+
+def take(loader, steps):
+    return list(itertools.islice(loader, steps))
+
+
+def rows_of(batches):
+    """The rows of all batches, one by one, without those that are empty."""
+    for batch in batches:
+        flat = {name: a.reshape(-1, *a.shape[2:]) for name, a in batch.items()}
+        for row in range(len(flat["tokens"])):
+            if flat["modality"][row].any():
+                yield {name: a[row] for name, a in flat.items()}
+
+
+def said(row):
+    return TOKENIZER.decode(row["targets"][row["targets"] > 0])
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        np.testing.assert_array_equal(one[name], other[name], err_msg=name)

@@ -2,77 +2,32 @@
 """Sources of one's own: every kind of file, what is broken, what is held out."""
 
 import dataclasses
-import itertools
 import json
 import os
 
-import hypothesis
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data import digits, fields, index, sources
+from jaxmoe.data import digits, sources
 from jaxmoe.data.fields import DataError
 from jaxmoe.data.images import decode
-from jaxmoe.data.loader import HeldOut, Loader, held_out_batches
+from jaxmoe.data.loader import HeldOut, Loader
 from jaxmoe.data.tasks import TASKS
-from jaxmoe.data.tokenizer import CHINESE, ENGLISH, make_tokenizer
+from jaxmoe.data.tokenizer import CHINESE, ENGLISH
 from tests.data import own_files
-from tests.data.own_files import DATA, KINDS, MODEL
-
-TOKENIZER = make_tokenizer("bytes")
-CAPTIONS = dict.fromkeys((f"{t}_weight" for t in TASKS), 0.0) | {"caption_weight": 1.0}
-RUNNING = dict.fromkeys((f"{t}_weight" for t in TASKS), 0.0) | {"lm_weight": 1.0}
-
-
-@pytest.fixture
-def make_loader():
-    """Makes loaders whose threads end with the test, and that tell nobody."""
-    loaders = []
-
-    def make(source, *, model=MODEL, microbatches=1, rows=None, told=None, **options):
-        data = dataclasses.replace(DATA, source=source, **options)
-        loader = Loader(data, model=model, microbatches=microbatches, rows=rows)
-        loader.report = ([] if told is None else told).append
-        loaders.append(loader)
-        return loader
-
-    yield make
-    for loader in loaders:
-        loader.close()
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """Twelve records in every kind of file: source by kind."""
-    folder = tmp_path_factory.mktemp("own")
-    rows = own_files.records(12)
-    return {kind: own_files.write(folder / kind, kind, rows) for kind in KINDS}
-
-
-def take(loader, steps):
-    return list(itertools.islice(loader, steps))
-
-
-def rows_of(batches):
-    """The rows of all batches, one by one, without those that are empty."""
-    for batch in batches:
-        flat = {name: a.reshape(-1, *a.shape[2:]) for name, a in batch.items()}
-        for row in range(len(flat["tokens"])):
-            if flat["modality"][row].any():
-                yield {name: a[row] for name, a in flat.items()}
-
-
-def said(row):
-    return TOKENIZER.decode(row["targets"][row["targets"] > 0])
-
-
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
-
+from tests.data.own_files import (
+    CAPTIONS,
+    DATA,
+    KINDS,
+    MODEL,
+    RUNNING,
+    TOKENIZER,
+    assert_same,
+    rows_of,
+    said,
+    take,
+)
 
 # Kinds of files --------------------------------------------------------------------
 
@@ -196,28 +151,6 @@ def test_an_epoch_of_plain_text_has_all_of_it(tmp_path, make_loader):
     assert blocks - 1 <= ends <= blocks + 1
 
 
-@hypothesis.given(st.text(min_size=1, max_size=400), st.integers(4, 200))
-def test_pieces(text, size):
-    """Together the pieces are the text, and none has more bytes."""
-    text = text.encode("utf-8", errors="replace").decode()
-    content = text.encode()
-    count = index.num_pieces(content, size)
-    found = [index.piece_of(content, size, number) for number in range(count)]
-    assert "".join(found) == text
-    assert max(len(piece.encode()) for piece in found) <= size
-    assert index.num_pieces(content, 0) == 1
-    assert index.piece_of(content, 0, 0) == text
-
-
-def test_pieces_end_at_blanks():
-    content = b"twelve words of one text that is to be cut into pieces here " * 40
-    found = [
-        index.piece_of(content, 120, n) for n in range(index.num_pieces(content, 120))
-    ]
-    assert len(found) <= len(content) / 110 + 1
-    assert sum(piece.endswith(" ") for piece in found) > 0.8 * len(found)
-
-
 def test_long_texts_in_a_folder_are_as_in_a_file_of_text(tmp_path, make_loader):
     """A book among the files is not read as a whole for each of its pieces."""
     words = "".join(f"line {n} of a long text, {n * n}\n" for n in range(400))
@@ -232,70 +165,6 @@ def test_long_texts_in_a_folder_are_as_in_a_file_of_text(tmp_path, make_loader):
     assert "book, byte 20" in reader.name(1)
     for one, other in zip(take(folder, 5), take(file, 5), strict=True):
         assert_same(one, other)
-
-
-# Images ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("form", ["PNG", "BMP", "TIFF", "WEBP", "JPEG", "GIF", "PPM"])
-def test_common_formats(form):
-    """A plane of one color comes out as that color, up to what the format loses."""
-    from PIL import Image
-
-    image = Image.new("RGB", (40, 30), (200, 100, 50))
-    pixels = decode(own_files.encoded(image, form), 8, "rgb")
-    assert pixels.shape == (8, 8, 3) and pixels.dtype == np.float32
-    np.testing.assert_allclose(
-        pixels, np.full((8, 8, 3), (200, 100, 50)) / 255, atol=0.02
-    )
-    gray = decode(own_files.encoded(image, form), 8, "gray")
-    assert gray.shape == (8, 8, 1)
-    luma = (0.299 * 200 + 0.587 * 100 + 0.114 * 50) / 255
-    np.testing.assert_allclose(gray, np.full((8, 8, 1), luma), atol=0.02)
-
-
-def test_the_middle_is_cut_out():
-    """Of a wide image the left and the right part are left out."""
-    from PIL import Image
-
-    image = Image.new("L", (300, 100), 0)
-    image.paste(255, (100, 0, 200, 100))
-    pixels = decode(own_files.encoded(image), 10, "gray")
-    np.testing.assert_allclose(pixels, 1.0, atol=0.1)  # the filter sees the edge
-
-
-def test_turned_deep_and_transparent_images():
-    """EXIF says up, 16 bits keep their values, what is transparent becomes white."""
-    from PIL import Image
-
-    half = Image.new("L", (40, 40), 0)
-    half.paste(255, (0, 0, 40, 20))  # the upper half is white
-    turned = half.rotate(90)  # as a camera on its side stores it
-    exif = Image.Exif()
-    exif[0x0112] = 6  # shown after a turn clockwise
-    import io
-
-    content = io.BytesIO()
-    turned.save(content, "PNG", exif=exif)
-    pixels = decode(content.getvalue(), 4, "gray")[:, :, 0]
-    assert (pixels[0] > 0.9).all() and (pixels[3] < 0.1).all()
-    deep = Image.fromarray(np.full((20, 20), 32768, np.uint16))
-    found = decode(own_files.encoded(deep), 4, "gray")
-    np.testing.assert_allclose(found, 0.5, atol=0.01)
-    clear = Image.new("RGBA", (20, 20), (0, 0, 0, 0))
-    np.testing.assert_allclose(decode(own_files.encoded(clear), 4, "rgb"), 1.0)
-
-
-@pytest.mark.parametrize("content", [b"", b"no image", b"\x89PNG\r\n\x1a\nxxxx"])
-def test_no_image(content):
-    with pytest.raises(fields.BrokenRecord, match="its image cannot be decoded"):
-        decode(content, 8, "rgb")
-
-
-def test_half_an_image():
-    content = own_files.encoded(own_files.picture(0, (200, 200)))
-    with pytest.raises(fields.BrokenRecord, match="its image cannot be decoded"):
-        decode(content[: len(content) // 2], 8, "rgb")
 
 
 # Broken records --------------------------------------------------------------------
@@ -566,89 +435,3 @@ def test_content_is_what_counts(tmp_path, make_loader):
             make_loader(source).restore(state)
         file.write_bytes(before)
     assert (tmp_path / "a" / "data.jsonl").read_text() == content
-
-
-# Held out --------------------------------------------------------------------------
-
-
-def test_held_out_depends_on_the_records_alone(tmp_path, make_loader):
-    """The same records are kept whatever their order, names and kind of file; those
-    with the same image are on the same side."""
-    rows = own_files.records(20)
-    rows += [{**row, "en": f"again {n}"} for n, row in enumerate(rows[:20])]
-
-    def kept(name, kind, rows):
-        source = own_files.write(tmp_path / name, kind, rows)
-        data = dataclasses.replace(DATA, source=source, **CAPTIONS)
-        return {c.truth for c in HeldOut(data, MODEL).captions(100)}, data
-
-    one, data = kept("one", "jsonl", rows)
-    other, _ = kept("other", "parquet", rows[::-1])
-    assert one == other
-    numbers = [int(truth.split()[-1]) for truth in one if " " in truth]
-    assert sorted(numbers) == sorted(2 * list(set(numbers)))
-    assert len(set(numbers)) == 4  # 8 of 40 records
-    loader = make_loader(data.source, epochs=1, **CAPTIONS)
-    trained = {said(row) for row in rows_of(loader)}
-    assert not trained & one
-    assert len(trained) + len(one) == 45  # 40 English texts and 5 Chinese ones
-
-
-def test_a_source_to_hold_out(tmp_path, make_loader):
-    """What it holds is evaluated, and never trained on even if it is in the source."""
-    rows = own_files.records(12)
-    source = own_files.write(tmp_path / "all", "jsonl", rows)
-    kept = own_files.write(tmp_path / "kept", "tar", rows[3:6])
-    options = {"held_out_source": kept, **CAPTIONS}
-    data = dataclasses.replace(DATA, source=source, **options)
-    truths = {caption.truth for caption in HeldOut(data, MODEL).captions(100)}
-    assert truths == {r[x] for r in rows[3:6] for x in ("en", "zh") if x in r}
-    loader = make_loader(source, epochs=1, **options)
-    state = loader.state()
-    trained = {said(row) for row in rows_of(loader)}
-    assert trained == {
-        r[x] for r in rows[:3] + rows[6:] for x in ("en", "zh") if x in r
-    }
-    # What is held out decides what is trained on; its order does not.
-    again = own_files.write(tmp_path / "again", "jsonl", rows[3:6][::-1])
-    make_loader(source, **{**options, "held_out_source": again}).restore(state)
-    fewer = own_files.write(tmp_path / "fewer", "jsonl", rows[3:5])
-    with pytest.raises(ConfigError, match="content of held-out source was"):
-        make_loader(source, **{**options, "held_out_source": fewer}).restore(state)
-
-
-def test_nothing_held_out(make_loader, written):
-    data = dataclasses.replace(DATA, source=written["tar"], held_out_share=0.0)
-    held_out = HeldOut(data, MODEL)
-    assert (held_out.tasks, held_out.captions(9)) == ((), [])
-    assert list(held_out_batches(data, MODEL, "caption", 4, 2)) == []
-
-
-def test_held_out_batches_are_the_same_at_every_call(written):
-    data = dataclasses.replace(DATA, source=written["tar"])
-    held_out = HeldOut(dataclasses.replace(data, seed=9), MODEL)
-    assert held_out.tasks == ("caption", "image_denoise")
-    for task in held_out.tasks:
-        one = list(held_out.batches(task, 4, 2))
-        for batch, again in zip(
-            one, held_out_batches(data, MODEL, task, 4, 2), strict=True
-        ):
-            assert_same(batch, again)
-            assert set(np.unique(batch["task"])) == {0, 1 + TASKS.index(task)}
-
-
-def test_captions_that_are_too_long_are_cut_without_an_end(tmp_path, capsys):
-    rows = own_files.records(4)
-    rows[1]["en"] = "a" * 100
-    source = own_files.write(tmp_path, "jsonl", rows)
-    data = dataclasses.replace(
-        DATA, source=source, held_out_share=0.0, epochs=1, **CAPTIONS
-    )
-    loader = Loader(data, model=MODEL, microbatches=1)
-    assert "1 of 5 captions are longer than the sequence" in capsys.readouterr().out
-    rows = [row["targets"] for row in rows_of(loader)]
-    (long,) = [row for row in rows if (row[4:] == TOKENIZER.encode("a")[0]).all()]
-    assert len(long[4:]) == 36
-    denoised = dataclasses.replace(data, caption_weight=0.0, image_denoise_weight=1.0)
-    for row in rows_of(Loader(denoised, model=MODEL, microbatches=1)):
-        assert row["modality"].all() or said(row) != "a" * 17
