@@ -1,65 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks of the configuration: their messages, and that their remedies work."""
 
-import dataclasses
 import math
 import re
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmoe import cli
-from jaxmoe.config import Config, ConfigError, Data, Model, MoE, Train
+from jaxmoe.config import Config, ConfigError
 from jaxmoe.config_checks import check, check_mesh
 from jaxmoe.config_values import FIELDS
-
-# Everything that the messages below show, whatever the defaults are.
-BASE = Config(
-    model=Model(
-        num_layers=4,
-        width=64,
-        num_heads=4,
-        layer_pattern="moe",
-        sequence_length=48,
-        num_patches=16,
-        patch_dim=4,
-    ),
-    moe=MoE(num_experts=8, top_k=2),
-    data=Data(
-        batch_size=64,
-        patch_size=2,
-        caption_weight=0.75,
-        image_denoise_weight=0.05,
-        text_denoise_weight=0.1,
-        lm_weight=0.1,
-    ),
-    train=Train(accumulation=1),
-)
-
-
-def changed(**values: object) -> Config:
-    """The configuration above with values changed, as `Model__width=32`."""
-    config = BASE
-    for name, value in values.items():
-        section, field = name.split("__")
-        part = dataclasses.replace(getattr(config, section.lower()), **{field: value})
-        config = dataclasses.replace(config, **{section.lower(): part})
-    return config
-
-
-def message(config: Config) -> str:
-    try:
-        check(config)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def default(name: str) -> str:
-    """How a message proposes the default of a field, e.g. of 'Train.steps'."""
-    return f"Set {name}={FIELDS[name].field.default!r} (the default)."
+from tests.config_cases import BASE, better, changed, default, message
 
 
 @pytest.mark.parametrize("config", [Config(), BASE], ids=["default", "here"])
@@ -275,208 +227,11 @@ MISTAKES = [
 ]
 
 
-# The same of pipelines. Here every value that a message proposes passes all checks.
-TOO_FEW = (
-    "Pipeline.microbatches={} is too small for Mesh.pipe=4: {} needs at least two"
-    " microbatches per rank, 8. Set Pipeline.microbatches={}."
-)
-NOT_EVEN = (
-    "Pipeline.microbatches=9 is odd: dualpipe feeds one half of the microbatches at"
-    " each end, and needs at least 8 for Mesh.pipe=4. Set Pipeline.microbatches="
-)
-ODD = (
-    "Mesh.pipe=3 is odd: dualpipe pairs rank r with rank R-1-r, so the number must be"
-    " even. Set Mesh.pipe="
-)
-TOO_DEEP = "a rank of the pipeline holds at least one layer. Set Model.num_layers="
-BATCH = "sequences cannot be split over (Mesh.data={} x Mesh.expert=1) devices: the"
-PIPELINE_MISTAKES = [
-    (
-        {"Mesh__pipe": 3, "Data__batch_size": 48},
-        ODD + "2 or 4, or Pipeline.schedule='dualpipev'.",
-    ),
-    ({"Mesh__pipe": 3}, ODD + "2 or 4."),  # dualpipev: 64 sequences / 6 microbatches
-    (  # 4 would be more than there are layers, or than the microbatches allow
-        {"Mesh__pipe": 3, "Data__batch_size": 48, "Model__num_layers": 3},
-        ODD + "2, or Pipeline.schedule='dualpipev'.",
-    ),
-    (
-        {"Mesh__pipe": 3, "Data__batch_size": 48, "Pipeline__microbatches": 6},
-        ODD + "2, or Pipeline.schedule='dualpipev'.",
-    ),
-    (
-        {"Mesh__pipe": 4, "Pipeline__microbatches": 1},
-        TOO_FEW.format(1, "dualpipe", 8),
-    ),
-    (
-        {"Mesh__pipe": 4, "Pipeline__microbatches": 6},
-        TOO_FEW.format(6, "dualpipe", 8),
-    ),
-    (
-        {"Mesh__pipe": 4, "Pipeline__microbatches": 6, "Data__batch_size": 48},
-        TOO_FEW.format(6, "dualpipe", "8, or Mesh.pipe=2"),
-    ),
-    (
-        {"Mesh__pipe": 4, "Pipeline__microbatches": 6, "Data__batch_size": 60},
-        TOO_FEW.format(6, "dualpipe", "10, or Mesh.pipe=2"),
-    ),
-    (
-        {"Mesh__pipe": 4, "Pipeline__microbatches": 7},
-        TOO_FEW.format(7, "dualpipe", 8),
-    ),
-    (
-        {
-            "Mesh__pipe": 4,
-            "Pipeline__microbatches": 4,
-            "Pipeline__schedule": "dualpipev",
-        },
-        TOO_FEW.format(4, "dualpipev", "8, or Mesh.pipe=2"),
-    ),
-    ({"Mesh__pipe": 4, "Pipeline__microbatches": 9}, NOT_EVEN + "8 or 16."),
-    (
-        {"Mesh__pipe": 4, "Pipeline__microbatches": 9, "Data__batch_size": 80},
-        NOT_EVEN + "8 or 10.",
-    ),
-    (
-        {"Pipeline__microbatches": 3},  # too few for any number of ranks
-        "Pipeline.microbatches=3 is too small for Mesh.pipe=2: dualpipe needs at least"
-        " two microbatches per rank, 4. Set Pipeline.microbatches=4.",
-    ),
-    (
-        {"Mesh__pipe": 8},
-        f"Mesh.pipe=8 is more than Model.num_layers=4: {TOO_DEEP}8, or Mesh.pipe=4.",
-    ),
-    (  # an even number of ranks; the pattern repeated
-        {
-            "Mesh__pipe": 4,
-            "Model__num_layers": 3,
-            "Model__layer_pattern": "dense,moe*2",
-        },
-        f"Mesh.pipe=4 is more than Model.num_layers=3: {TOO_DEEP}6, or Mesh.pipe=2.",
-    ),
-    (
-        {"Mesh__pipe": 2, "Model__num_layers": 1},
-        f"Mesh.pipe=2 is more than Model.num_layers=1: {TOO_DEEP}2, or Mesh.pipe=1.",
-    ),
-    (
-        {"Mesh__pipe": 2, "Model__num_layers": 1, "Pipeline__schedule": "1f1b"},
-        f"Mesh.pipe=2 is more than Model.num_layers=1: {TOO_DEEP}2, or"
-        " Mesh.pipe='auto'.",
-    ),
-    (
-        {"Mesh__pipe": 2**31 - 1},  # more than any model has layers
-        "Mesh.pipe=2147483647 is more than Model.num_layers=4: a rank of the pipeline"
-        " holds at least one layer. Set Mesh.pipe=4.",
-    ),
-    (
-        {"Mesh__pipe": 2, "Data__batch_size": 10},
-        "Data.batch_size=10 / Train.accumulation=1 / Pipeline.microbatches='auto' (4"
-        f" with Mesh.pipe=2) {BATCH.format(1)} batch must be a multiple of 4 x 1 = 4."
-        " Set Data.batch_size=8 or 12, or Pipeline.microbatches=10.",
-    ),
-    (
-        {
-            "Mesh__pipe": 2,
-            "Data__batch_size": 8,
-            "Pipeline__microbatches": 3,
-            "Pipeline__schedule": "1f1b",
-        },
-        "Data.batch_size=8 / Train.accumulation=1 / Pipeline.microbatches=3"
-        f" {BATCH.format(1)} batch must be a multiple of 3 x 1 = 3. Set"
-        " Data.batch_size=6 or 9, or Pipeline.microbatches=1, 2, 4 or 8.",
-    ),
-    (  # whole routing groups of two sequences, and an even number of microbatches
-        {
-            "Mesh__pipe": 2,
-            "Mesh__data": 2,
-            "Data__batch_size": 96,
-            "MoE__group_tokens": 96,
-            "Train__accumulation": 2,
-            "Pipeline__microbatches": 10,
-        },
-        "Data.batch_size=96 / Train.accumulation=2 / Pipeline.microbatches=10"
-        f" {BATCH.format(2)} batch must be a multiple of 20 x 2 = 40. Set"
-        " Data.batch_size=80 or 160, or Pipeline.microbatches=4, 6 or 12.",
-    ),
-    (
-        {"Mesh__pipe": 2, "Mesh__data": 4, "Data__batch_size": 8},
-        "Data.batch_size=8 / Train.accumulation=1 / Pipeline.microbatches='auto' (4"
-        f" with Mesh.pipe=2) {BATCH.format(4)} batch must be a multiple of 4 x 4 = 16."
-        " Set Data.batch_size=16, or Mesh.data x Mesh.expert = 1 or 2.",
-    ),
-]
-MISTAKES += PIPELINE_MISTAKES
-
-
-MISTAKES += [
-    (  # also where no pipeline may come of it
-        {"Pipeline__costs": "F=1,X=2"},
-        "Pipeline.costs names 'X': costs are those of F, Bi, W, FB. Write it like F=1.",
-    ),
-    (
-        {"Pipeline__costs": "F=fast"},
-        "Pipeline.costs has 'F=fast': a cost is a number above 0. Write it like F=1.5.",
-    ),
-]
-
-
 @pytest.mark.parametrize(
     "values, expected", MISTAKES, ids=["-".join(values) for values, _ in MISTAKES]
 )
 def test_message(values, expected):
     assert message(changed(**values)) == expected
-
-
-def better(config: Config, text: str) -> Iterator[tuple[str, Config]]:
-    """The configuration with each single value that a message proposes."""
-    remedy = (
-        text.rpartition(". Set ")[2].removesuffix(".").replace(" (the default)", "")
-    )
-    name = ""
-    for word in re.split(r",? or |, ", remedy):
-        new_name, equals, value = word.rpartition("=")
-        name = new_name if equals else name
-        if not re.fullmatch(r"\w+\.\w+", name) or value in ("less", "more"):
-            continue
-        words = {"True": True, "False": False}
-        new = int(value) if value.isdigit() else words.get(value, value.strip("'"))
-        section, field = name.lower().split(".")
-        part = dataclasses.replace(getattr(config, section), **{field: new})
-        yield word, dataclasses.replace(config, **{section: part})
-
-
-@pytest.mark.parametrize(
-    "values, expected",
-    PIPELINE_MISTAKES,
-    ids=["-".join(values) for values, _ in PIPELINE_MISTAKES],
-)
-def test_a_remedy_of_a_pipeline_passes(values, expected):
-    """Each alone, and not only the check that complained."""
-    found = list(better(changed(**values), expected))
-    assert found or " and Pipeline." in expected
-    for word, config in found:
-        assert message(config) == "", word
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        "Mesh.pipe=3",
-        "Mesh.pipe=4 Pipeline.microbatches=6",
-        "Mesh.pipe=4 Pipeline.microbatches=7",
-        "Mesh.pipe=2 Data.batch_size=10",
-        "Mesh.pipe=8",
-    ],
-)
-def test_a_wrong_pipeline_exits_with_2(options, capsys):
-    """On the command line, in one message, before anything is compiled or written."""
-    arguments = [f"--gin.{option}" for option in options.split()]
-    assert cli.main(["train", *arguments]) == cli.EXIT_MISTAKE
-    out, error = capsys.readouterr()
-    assert not out
-    assert error.startswith("jaxmoe: ")
-    assert len(error.splitlines()) == 1
-    assert all(option.partition("=")[0] in error for option in options.split())
 
 
 def test_existing_files_pass(tmp_path):

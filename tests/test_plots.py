@@ -8,10 +8,11 @@ import sys
 import numpy as np
 import pytest
 
-from jaxmoe import metrics, plots
+from jaxmoe import metrics, plots, trainer
 from jaxmoe.metrics import MetricsWriter
 from jaxmoe.pipeline.schedule import build
 from jaxmoe.pipeline.simulate import parse_costs, simulate
+from tests import helpers
 
 NAMES = ["loss.png", "learning_rate.png", "expert_load.png", "balance.png"]
 
@@ -149,3 +150,15 @@ def test_neither_importing_nor_drawing_touches_pyplot(tmp_path):
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, tmp_path], check=True, timeout=60)
+
+
+def test_the_timeline_is_that_of_the_schedule_of_the_run():
+    """By the configured schedule, microbatches and costs; none without a pipeline."""
+    costs = "F=1,Bi=2,W=1"
+    config = helpers.changed(
+        helpers.run_config(), pipeline={"schedule": "1f1b", "costs": costs}
+    )
+    assert trainer._timeline(config, 1) is None
+    timeline = trainer._timeline(config, 2)
+    assert timeline.schedule == build("1f1b", 2, 4)
+    assert timeline.makespan == (4 + 1) * (1 + 2 + 1)  # (microbatches + ranks - 1) each

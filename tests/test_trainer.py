@@ -20,12 +20,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmoe import cli, plots, trainer, tree_names
+from jaxmoe import cli, plots, tree_names
 from jaxmoe.checkpoint import Checkpointer
 from jaxmoe.evaluate import Evaluator
 from jaxmoe.metrics import Progress
 from jaxmoe.optim import learning_rate
-from jaxmoe.pipeline.schedule import build
 from jaxmoe.train_step import Setup
 from jaxmoe.trainer import Trainer
 from tests import helpers
@@ -497,13 +496,3 @@ def test_a_rate_that_is_far_too_large(tmp_path, capsys):
     assert "step 2: loss" in capsys.readouterr().err
     assert steps_of(tmp_path) == []
     assert [line["step"] for line in metrics_of(tmp_path)] == [1]
-
-
-def test_the_timeline_is_that_of_the_schedule_of_the_run():
-    """By the configured schedule, microbatches and costs; none without a pipeline."""
-    costs = "F=1,Bi=2,W=1"
-    config = helpers.changed(CONFIG, pipeline={"schedule": "1f1b", "costs": costs})
-    assert trainer._timeline(config, 1) is None
-    timeline = trainer._timeline(config, 2)
-    assert timeline.schedule == build("1f1b", 2, 4)
-    assert timeline.makespan == (4 + 1) * (1 + 2 + 1)  # (microbatches + ranks - 1) each
