@@ -57,6 +57,12 @@ processes._code_version = lambda: "other"
 sys.exit(cli.main(sys.argv[1:]))
 """
 
+# What gloo prints as processes meet, in pieces: threads write it, and lines get mixed.
+GREETING = re.compile(
+    r"\[Gloo\]|Rank|is connected to|peer ranks\.|\d+"
+    r"|Expected number of connected peer ranks is :"
+)
+
 AGREEING = """
 import json, sys
 from pathlib import Path
@@ -242,8 +248,7 @@ def test_data_that_ends_at_different_moments(straight, tmp_path):
     assert losses(tmp_path) == pytest.approx(want, rel=1e-5)
     assert json.loads((tmp_path / "summary.json").read_text())["step"] == 6
     assert "Train.steps = 21" in first[1] and "eval_loss_lm" in first[1]
-    quiet = [line for line in second[1].splitlines() if "[Gloo]" not in line]
-    assert quiet == []
+    assert GREETING.sub("", second[1]).strip() == ""
     assert "step " not in second[2]
     mesh = gin_config.load([str(tmp_path / "config.gin")]).config.mesh
     assert mesh == CONFIG.mesh and mesh.coordinator == Mesh().coordinator
