@@ -25,7 +25,7 @@ from jaxmoe.aot.topology import Topology, without_cache
 from jaxmoe.config import Config
 from jaxmoe.data.records import vocab_size
 from jaxmoe.mesh import Sizes, resolve_sizes
-from jaxmoe.pipeline.execute import Work, head_ticks, list_works
+from jaxmoe.pipeline.execute import Work, list_works, parts_of_ticks
 from jaxmoe.train_step import Setup
 
 EXCHANGES = ("all-to-all", "ragged-all-to-all")
@@ -207,15 +207,19 @@ def _times(setup: Setup, topology: Topology, program: Program) -> dict[str, Any]
     machine = Machine(program, network, dict(setup.mesh.shape), even_rows(setup))
     if setup.pipelined and setup.pipelined.traced:
         works, work_of = list_works(setup.pipelined.traced)
-        head_at = head_ticks(setup.pipelined.table)
+        when = parts_of_ticks(setup.pipelined.traced)
 
-        def of_ticks(outside: Timed, branches: list[Timed], head: Timed | None):
+        def of_ticks(outside: Timed, branches: list[Timed], parts: dict[str, Timed]):
             kinds.update(_by_kind(works, work_of, branches))
-            if head is not None:
-                kinds["head"] = head, float(head_at.sum()) / work_of.shape[1]
-            return _lock_step(outside, branches, head, work_of, head_at)
+            if "head" in parts:
+                kinds["head"] = parts["head"], float(when["head"].sum(0).mean())
+            pairs = [(timed, when[name]) for name, timed in parts.items()]
+            pairs += [(timed, work_of == i) for i, timed in enumerate(branches)]
+            return _lock_step(outside, pairs)
 
-        machine = dataclasses.replace(machine, ticks=len(works), of_ticks=of_ticks)
+        machine = dataclasses.replace(
+            machine, ticks=len(works), parts=tuple(when), of_ticks=of_ticks
+        )
     timed = machine.time(program.entry)
     of_branch = {
         id(c): kind for kind, (run, _) in kinds.items() for c, _, _ in run.transfers
@@ -228,24 +232,19 @@ def _times(setup: Setup, topology: Topology, program: Program) -> dict[str, Any]
     }
 
 
-def _lock_step(
-    outside: Timed,
-    branches: list[Timed],
-    head: Timed | None,
-    work_of: np.ndarray,
-    head_at: np.ndarray,
-) -> Timed:
-    """All ticks: each lasts as long as its slowest rank; the rest is of a mean rank."""
-    ticks, ranks = work_of.shape
-    seconds = np.array([branch.seconds for branch in branches])[work_of]
-    if head is not None:
-        seconds = seconds + head.seconds * head_at
-    parts = [(outside, float(ticks))]
-    counts = np.bincount(work_of.ravel(), minlength=len(branches)) / ranks
-    parts += list(zip(branches, counts.tolist(), strict=True))
-    if head is not None:
-        parts.append((head, float(head_at.sum()) / ranks))
-    return add_up(parts, ticks * outside.seconds + float(seconds.max(axis=1).sum()))
+def _lock_step(outside: Timed, runs: list[tuple[Timed, np.ndarray]]) -> Timed:
+    """All ticks: each lasts as long as its slowest rank; the rest is of a mean rank.
+
+    Args:
+      outside: what every tick runs on every rank.
+      runs: what else is run, and where, [ticks, ranks].
+    """
+    seconds = sum(timed.seconds * where for timed, where in runs)
+    parts = [(timed, float(where.sum(0).mean())) for timed, where in runs]
+    ticks = len(runs[0][1])
+    of_ranks = float(np.max(seconds, axis=1).sum())
+    parts.append((outside, float(ticks)))
+    return add_up(parts, ticks * outside.seconds + of_ranks)
 
 
 def _by_kind(

@@ -9,10 +9,11 @@ arrived, the device waits. Times of instructions are the compiler's own estimate
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from jaxmoe.aot.chips import Chip
@@ -69,8 +70,9 @@ class Machine:
         over ragged rows are timed with so many, whatever room there is.
       ticks: number of branches of a tick; a loop around such a conditional is timed by
         `of_ticks`.
-      of_ticks: (the loop's body timed without the conditional's branches, the branches)
-        -> all ticks.
+      parts: named scopes of what runs beside the branch in some ticks only.
+      of_ticks: (the loop's body timed without its branches and parts, the branches, the
+        parts by name) -> all ticks.
     """
 
     program: Program
@@ -78,7 +80,8 @@ class Machine:
     mesh: dict[str, int]
     even_rows: int
     ticks: int = 0
-    of_ticks: Callable[[Timed, list[Timed], Timed | None], Timed] | None = None
+    parts: Collection[str] = ()
+    of_ticks: Callable[[Timed, list[Timed], dict[str, Timed]], Timed] | None = None
 
     @property
     def chip(self) -> Chip:
@@ -90,7 +93,7 @@ class Machine:
 
         Args:
           computation: its name.
-          inside_ticks: leaves out the branches of a tick and of the head.
+          inside_ticks: leaves out the branches of a tick and its parts.
         """
         instructions = self.program.computations[computation]
         found = collectives_of(self.program, computation, self.network, self.mesh)
@@ -111,6 +114,8 @@ class Machine:
 
     def _inner(self, instruction: Instruction, inside_ticks: bool):
         """(the time of what an instruction runs, how often), if it runs something."""
+        if inside_ticks and self._apart(instruction):
+            return None, 1
         if instruction.opcode == "while":
             body = instruction.computation("body")
             if switch := self._switch(body):
@@ -119,34 +124,41 @@ class Machine:
         if instruction.opcode == "call":
             return self.time(instruction.called[0]), 1
         if instruction.opcode == "conditional":
-            if inside_ticks:
-                return None, 1
             branches = [self.time(name) for name in instruction.called]
             return max(branches, key=lambda timed: timed.seconds), 1
         return None, 1
+
+    def _apart(self, instruction: Instruction) -> str:
+        """The part that an instruction of a tick is, 'branch' if it is the switch; or
+        ''."""
+        if (
+            instruction.opcode == "conditional"
+            and len(instruction.called) == self.ticks
+        ):
+            return "branch"
+        if instruction.opcode not in ("conditional", "while"):
+            return ""
+        return next((s for s in instruction.scope.split("/") if s in self.parts), "")
 
     def _switch(self, body: str) -> Instruction | None:
         """The conditional that chooses between the branches of a tick, if a computation
         is the body of the loop over ticks."""
         for instruction in self.program.computations[body] if self.ticks else ():
-            branches = instruction.called
-            if instruction.opcode == "conditional" and len(branches) == self.ticks:
+            if self._apart(instruction) == "branch":
                 return instruction
         return None
 
     def _all_ticks(self, body: str, switch: Instruction) -> Timed:
-        heads = [
-            i
-            for i in self.program.computations[body]
-            if i.opcode == "conditional" and i is not switch
-        ]
-        head = None
-        if heads:
-            runs = [self.time(name) for name in heads[0].called]
-            head = max(runs, key=lambda timed: timed.seconds)
+        parts: dict[str, list[tuple[Timed, float]]] = collections.defaultdict(list)
+        for instruction in self.program.computations[body]:
+            name = self._apart(instruction)
+            inner, turns = self._inner(instruction, False)
+            if name and inner and instruction is not switch:
+                parts[name].append((inner, turns))
         branches = [self.time(name) for name in switch.called]
         assert self.of_ticks is not None
-        return self.of_ticks(self.time(body, True), branches, head)
+        timed = {name: add_up(runs) for name, runs in parts.items()}
+        return self.of_ticks(self.time(body, True), branches, timed)
 
     def seconds_of(self, instruction: Instruction) -> float:
         """How long one instruction computes."""

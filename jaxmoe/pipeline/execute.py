@@ -56,7 +56,8 @@ class Pipeline:
         the loss, statistics).
       alternating: the forward and the backward of a tick take turns at every exchange
         of tokens; else the compiler orders them.
-      fill: what unused places hold; a test makes it NaN, and nothing changes.
+      fill: what places hold that nobody reads; None for what the memory happens to
+        hold. A test makes it NaN, and nothing changes.
     """
 
     table: TickTable
@@ -64,7 +65,7 @@ class Pipeline:
     context: Callable[[jax.Array, jax.Array, int], Tree]
     finish: Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, Tree]]
     alternating: bool = False
-    fill: float = 0.0
+    fill: float | None = 0.0
 
 
 @partial(
@@ -179,11 +180,17 @@ def list_works(pipeline: Pipeline) -> tuple[list[Work], np.ndarray]:
     return list(found), work_of
 
 
-def head_ticks(table: TickTable) -> np.ndarray:
-    """[ticks, ranks]: where the head runs."""
-    columns = table.columns
-    last = columns["b_stage"] == table.schedule.num_stages - 1
-    return last & (columns["b_microbatch"] >= 0)
+def parts_of_ticks(pipeline: Pipeline) -> dict[str, np.ndarray]:
+    """What runs beside the branch in some ticks: named scope -> [ticks, ranks]."""
+    works, work_of = list_works(pipeline)
+    columns, schedule = pipeline.table.columns, pipeline.table.schedule
+    last = columns["b_stage"] == schedule.num_stages - 1
+    found = {"head": last & (columns["b_microbatch"] >= 0)}
+    gradients_of = np.array([work.gradients_of() for work in works])[work_of]
+    for d in range(schedule.num_directions):
+        found[f"weights_{d}"] = gradients_of == d
+        found[f"statistics_{d}"] = columns["f_direction"] == d
+    return found
 
 
 @partial(
@@ -236,13 +243,14 @@ class _Branches:
         slots, stages = pipeline.table.slots, pipeline.stages
         saved = [programs.saved for _, programs in stages]
         deferred = [programs.deferred for _, programs in stages]
-        self._stash = Shelf(saved, slots.stash, pipeline.fill)
+        self._fill = pipeline.fill or 0.0
+        self._stash = Shelf(saved, slots.stash, self._fill)
         # Without any W no Bi leaves anything.
         deferred = deferred if slots.deferred else [[]] * len(stages)
-        self._deferred = Shelf(deferred, slots.deferred, pipeline.fill)
+        self._deferred = Shelf(deferred, slots.deferred, self._fill)
 
     def empty(self) -> Buffers:
-        slots, fill = self._pipeline.table.slots, self._pipeline.fill
+        slots, fill = self._pipeline.table.slots, self._fill
         shape, dtype = self._inputs.shape[1:], self._inputs.dtype
         return Buffers(
             activations=full((slots.activations + 1, *shape), dtype, fill),
@@ -260,19 +268,18 @@ class _Branches:
             finish = jax.value_and_grad(
                 self._pipeline.finish, argnums=(0, 1), has_aux=True
             )
-            with jax.named_scope("head"):
-                (_, found), (dhead, dy) = finish(self._head, y, row["b_microbatch"])
+            (_, found), (dhead, dy) = finish(self._head, y, row["b_microbatch"])
             return dy, dhead, found
 
         def arrived():
             _, *others = jax.eval_shape(of_loss)
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), others)
-            return read(buffers.gradients, row["b_inbox"]), *zeros
+            return read(buffers.gradients, row["b_inbox"]), *self._unread(others)
 
         last = row["b_stage"] == self._last
-        dy, dhead, found = jax.lax.cond(last, of_loss, arrived)
-        head = _add_if(last, sums.head, dhead)
-        finish = _add_if(last, sums.finish, found)
+        with jax.named_scope("head"):
+            dy, dhead, found = jax.lax.cond(last, of_loss, arrived)
+            head = _add_if(last, sums.head, dhead)
+            finish = _add_if(last, sums.finish, found)
         return dy, dataclasses.replace(sums, head=head, finish=finish)
 
     def __call__(self, work: Work, row: Row, buffers: Buffers, dy: jax.Array) -> Made:
@@ -300,17 +307,24 @@ class _Branches:
         return made
 
     def _nothing(self) -> Made:
-        """What nobody reads."""
+        """What nobody reads, but for the statistics."""
         inputs = jax.ShapeDtypeStruct(self._inputs.shape[1:], self._inputs.dtype)
         shelves = self._stash.shapes(), self._deferred.shapes()
-        shapes = (inputs, inputs, *shelves, self._layers)
-        leaves, tree = jax.tree.flatten(shapes)
-        # Each of another value: equal arrays would be made once, and then copied.
-        fill = self._pipeline.fill
-        made = [full(x.shape, x.dtype, fill + 1e-30 * i) for i, x in enumerate(leaves)]
+        unread = self._unread((inputs, inputs, *shelves, self._layers))
         zeros = jax.tree.map(jnp.zeros_like, self._statistics)
-        y, dy, stash, deferred, weights = jax.tree.unflatten(tree, made)
-        return Made(y, dy, stash, deferred, weights, statistics=zeros)
+        return Made(*unread, statistics=zeros)
+
+    def _unread(self, shapes: Tree) -> Tree:
+        """Arrays that nobody reads."""
+        leaves, tree = jax.tree.flatten(shapes)
+        if self._pipeline.fill is None:
+            made = [jax.lax.empty(x.shape, x.dtype) for x in leaves]
+        else:
+            # Each of another value: equal ones would be made once, and then copied.
+            values = [self._fill + 1e-30 * i for i in range(len(leaves))]
+            pairs = zip(leaves, values, strict=True)
+            made = [full(x.shape, x.dtype, value) for x, value in pairs]
+        return jax.tree.unflatten(tree, made)
 
     def _forward(self, work: Work, row: Row, buffers: Buffers) -> Walk:
         direction = work.directions[0]
@@ -373,9 +387,11 @@ class _Branches:
         weights, stage = list(sums.weights), list(sums.stage)
         for d, layers in enumerate(sums.weights):
             more = {kind: made.weights[kind][: len(layers[kind])] for kind in layers}
-            weights[d] = _add_if(row["gradients_of"] == d, layers, more)
+            with jax.named_scope(f"weights_{d}"):
+                weights[d] = _add_if(row["gradients_of"] == d, layers, more)
             more = jax.tree.map(lambda m, t: m[: len(t)], made.statistics, stage[d])
-            stage[d] = _add_if(row["f_direction"] == d, stage[d], more)
+            with jax.named_scope(f"statistics_{d}"):
+                stage[d] = _add_if(row["f_direction"] == d, stage[d], more)
         return dataclasses.replace(sums, weights=weights, stage=stage)
 
     def keep(self, row: Row, buffers: Buffers, made: Made) -> Buffers:

@@ -57,7 +57,7 @@ class PipelinedGradients:
       compute_specs, master_specs: layouts of the parameters, nested as they are.
       num_sequences: sequences of a whole step.
       num_tasks: tasks that are told apart in the losses.
-      alternating, fill: see `execute.Pipeline`.
+      alternating, fill: see `execute.Pipeline`; without `fill`, what is best here.
     """
 
     def __init__(
@@ -74,14 +74,18 @@ class PipelinedGradients:
         num_sequences: int,
         num_tasks: int,
         alternating: bool = False,
-        fill: float = 0.0,
+        fill: float | None = None,
     ):
         self.model, self.moe, self.table = model, moe, table
         self.axis = axis
         # Where a W may wait, Bi has the experts' weight gradients by themselves.
         self.splits = table.slots.deferred > 0
         self.mesh, self.num_tasks = mesh, num_tasks
-        self.alternating, self.fill = alternating, fill
+        self.alternating = alternating
+        # What is never written costs nothing; but on CPU it is made of zeros.
+        if fill is None and mesh.devices.flat[0].platform == "cpu":
+            fill = 0.0
+        self.fill = fill
         self.compute_specs, self.master_specs = compute_specs, master_specs
         kinds = config_lib.layer_kinds(model)
         self.num_moe, self.num_sequences = kinds.count("moe"), num_sequences
