@@ -3,18 +3,18 @@
 
 A module receives only the dataclass it needs, never the whole tree. Every field says
 what it means and in which unit; ``docs/configuration.md`` is generated from here. What
-must fit together is checked in ``config_checks.py``. How the values are read from gin
+must fit together is checked in ``config_checks.py``, what follows from several fields
+stands in ``config_derived.py``. How the values are read from gin
 files and the command line stands in ``gin_config.py``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Literal
 
 from jaxmoe.config_base import ConfigError as ConfigError
-from jaxmoe.config_base import mistake, near, option
+from jaxmoe.config_base import option
 
 # ruff: noqa: RUF009 - `option` makes a dataclasses.field
 
@@ -106,10 +106,11 @@ class Model:
         "float32",
         "type of activations and of the weights in products; masters: float32",
     )
-    remat: Literal["none", "dots", "full"] = option(
+    remat: Literal["none", "dots", "full", "exchange"] = option(
         "none",
-        "what the backward pass recomputes: nothing; all but the products with the"
-        " weights of attention and dense parts; all. Never the expert exchange",
+        "what the backward pass recomputes: nothing; all but the expert exchange and"
+        " products with weights of attention and dense parts; all but the exchange;"
+        " everything, so that of a layer only its input is kept",
     )
 
     @property
@@ -208,6 +209,11 @@ class Pipeline:
         "parts of the batch that are in the pipeline at once, per accumulated part;"
         " 'auto': two per rank",
         low=1,
+    )
+    split_backward: bool = option(
+        True,
+        "weight gradients may be computed later than those of the inputs, where the"
+        " schedule has it: fewer bubbles, but what they need waits in memory",
     )
     costs: str = option(
         "F=1,Bi=1,W=1",
@@ -428,72 +434,3 @@ class Config:
     data: Data = Data()
     checkpoint: Checkpoint = Checkpoint()
     train: Train = Train()
-
-
-def pipeline_microbatches(pipeline: Pipeline, ranks: int) -> int:
-    """Microbatches of one pass over so many ranks, 'auto' resolved; 1 without any."""
-    if ranks == 1:
-        return 1
-    return 2 * ranks if pipeline.microbatches == "auto" else pipeline.microbatches
-
-
-def microbatches(config: Config, ranks: int) -> int:
-    """Microbatches of a whole step, over all accumulated parts."""
-    parts = config.train.accumulation
-    return parts * pipeline_microbatches(config.pipeline, ranks)
-
-
-def image_patches(data: Data) -> tuple[int, int]:
-    """Patches of an image, and the numbers of a patch."""
-    channels = 3 if data.image_mode == "rgb" else 1
-    return (data.image_size // data.patch_size) ** 2, data.patch_size**2 * channels
-
-
-def expert_width(model: Model, moe: MoE) -> int:
-    """Hidden width of an expert, 'auto' resolved."""
-    return model.ffn_width if moe.expert_width == "auto" else moe.expert_width
-
-
-def num_replicas(balancer: Balancer, moe: MoE) -> int:
-    """Slots of a layer, 'auto' resolved."""
-    if balancer.num_replicas == "auto":
-        return moe.num_experts
-    return balancer.num_replicas
-
-
-def group_tokens(model: Model, moe: MoE) -> int:
-    """Tokens of a routing group, 'auto' resolved."""
-    return model.sequence_length if moe.group_tokens == "auto" else moe.group_tokens
-
-
-def layer_kinds(model: Model) -> tuple[str, ...]:
-    """The kind of every layer, 'dense' or 'moe', from the first to the last.
-
-    Raises:
-      ConfigError: if the pattern cannot be read or does not fill the layers exactly.
-    """
-    parts: list[tuple[str, int]] = []
-    for text in model.layer_pattern.split(","):
-        match = re.fullmatch(r"\s*(dense|moe)\s*(?:\*\s*([1-9][0-9]{0,4})\s*)?", text)
-        if match is None:
-            raise mistake(
-                f"Model.layer_pattern={model.layer_pattern!r} has the part {text!r}",
-                "its parts are 'dense' or 'moe', each optionally '*N' with N from 1 on",
-                "Set Model.layer_pattern='moe' or, for example, 'dense,moe*3'",
-            )
-        parts.append((match[1], int(match[2] or 1)))
-    period, layers = sum(count for _, count in parts), model.num_layers
-    if layers % period:
-        kind, count = parts[-1]
-        last = layers - (period - count)
-        shorter = ",".join([*model.layer_pattern.split(",")[:-1], f"{kind}*{last}"])
-        raise mistake(
-            f"Model.layer_pattern={model.layer_pattern!r} names {period} layers, which"
-            f" cannot fill Model.num_layers={layers}",
-            "the pattern is repeated a whole number of times",
-            f"Set Model.num_layers={near(layers, period)}, or"
-            f" Model.layer_pattern={shorter if last > 0 else 'moe'!r}",
-        )
-    return tuple(kind for kind, count in parts for _ in range(count)) * (
-        layers // period
-    )

@@ -22,6 +22,9 @@ from jaxmoe.config import (
     MoE,
     Pipeline,
     Train,
+)
+from jaxmoe.config_base import ConfigError, check_multiple, mistake, near
+from jaxmoe.config_derived import (
     group_tokens,
     image_patches,
     layer_kinds,
@@ -29,7 +32,6 @@ from jaxmoe.config import (
     num_replicas,
     pipeline_microbatches,
 )
-from jaxmoe.config_base import ConfigError, check_multiple, mistake, near
 from jaxmoe.config_source import TEXT_KINDS, parse_sources
 from jaxmoe.eplb.sizes import check_sizes
 from jaxmoe.pipeline.schedule import check_numbers

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxmoe import config as config_lib
-from jaxmoe import tree_names
+from jaxmoe import config_derived, tree_names
 from jaxmoe.checkpoint import Checkpointer
 from jaxmoe.config import Model
 from jaxmoe.config_base import mistake, shown_path
@@ -69,7 +68,7 @@ def _are_weights(name: str) -> bool:
 def _tensors(
     leaves: Mapping[tuple[str, ...], np.ndarray], model: Model
 ) -> Iterator[tuple[str, np.ndarray]]:
-    kinds = config_lib.layer_kinds(model)
+    kinds = config_derived.layer_kinds(model)
     for (_, *path), leaf in leaves.items():
         value = np.ascontiguousarray(leaf, np.float32)
         if path[0] not in STACKS:

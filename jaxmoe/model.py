@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmoe import config as config_lib
+from jaxmoe import config_derived
 from jaxmoe.config import Model, MoE
 from jaxmoe.layers.attention import Attention, Memory, attention_mask
 from jaxmoe.layers.embedding import PADDING, Embedder
@@ -110,7 +110,7 @@ class M6(nnx.Module):
 
     def __init__(self, model: Model, moe: MoE, vocab_size: int, *, rngs: nnx.Rngs):
         self.model = model
-        self.kinds = config_lib.layer_kinds(model)
+        self.kinds = config_derived.layer_kinds(model)
         self.embedder = Embedder(model, vocab_size, rngs=rngs)
         self.dense = self._stack(model, moe, "dense", rngs)
         self.moe = self._stack(model, moe, "moe", rngs)
@@ -291,7 +291,7 @@ def _of_layer(sequences: Sequences, layer: int | jax.Array) -> Sequences:
 def _block_function(model: Model, graph: nnx.GraphDef, axis: ExpertAxis) -> Callable:
     """The function (states, x_BSD, mask, sequences) of a block -> (x_BSD, MoEStats).
 
-    Its backward recomputes what `model.remat` says, never the expert exchange.
+    Its backward recomputes what `model.remat` says.
     """
 
     def apply(states, x_BSD, mask, sequences):
@@ -300,6 +300,8 @@ def _block_function(model: Model, graph: nnx.GraphDef, axis: ExpertAxis) -> Call
 
     if model.remat == "none":
         return apply
+    if model.remat == "exchange":
+        return jax.checkpoint(apply)
     saved = jax.checkpoint_policies.save_only_these_names(EXCHANGE)
     if model.remat == "dots":
         saved = jax.checkpoint_policies.save_from_both_policies(

@@ -21,9 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe import config as config_lib
+from jaxmoe import config_derived, tree_names
 from jaxmoe import model as model_lib
-from jaxmoe import tree_names
 from jaxmoe.layers.attention import attention_mask
 from jaxmoe.mesh import BATCH_AXES
 from jaxmoe.model import Batch
@@ -156,7 +155,9 @@ class FirstNonFinite:
         """Names of what `_make_forward` looks at, in its order."""
         yield "the patches of the batch"
         yield "the output of the embedding"
-        for number, kind in enumerate(config_lib.layer_kinds(self._setup.config.model)):
+        for number, kind in enumerate(
+            config_derived.layer_kinds(self._setup.config.model)
+        ):
             if kind == "moe":
                 yield f"the router logits of layer {number} (moe)"
             yield f"the output of layer {number} ({kind})"

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe import config as config_lib
+from jaxmoe import config_derived
 from jaxmoe.config import Model
 from jaxmoe.model import STACKS
 
@@ -47,7 +47,7 @@ def nonfinite_parts(tree: Any) -> jax.Array:
 
 def part_names(params: Any, model: Model) -> list[tuple[tuple, str]]:
     """(place in a forward pass, name) of each part; places sort. [F]"""
-    kinds = config_lib.layer_kinds(model)
+    kinds = config_derived.layer_kinds(model)
     found: list[tuple[tuple, str]] = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         keys = tuple(str(key.key) for key in path)

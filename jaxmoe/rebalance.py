@@ -22,9 +22,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe import config as config_lib
+from jaxmoe import config_derived, tree_names
 from jaxmoe import model as model_lib
-from jaxmoe import tree_names
 from jaxmoe.eplb import plan as plan_lib
 from jaxmoe.eplb.placement import Move, carry, own, plan_move
 from jaxmoe.train_step import Setup, TrainState
@@ -92,7 +91,7 @@ class Rebalancer:
         X = self._setup.axis.size
         plan = plan_lib.rebalance_experts(
             load_LE,
-            config_lib.num_replicas(balancer, moe),
+            config_derived.num_replicas(balancer, moe),
             moe.num_groups,
             balancer.nodes,
             X,

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmoe import config as config_lib
+from jaxmoe import config_derived
 from jaxmoe.config import Config
 from jaxmoe.data.tasks import TASKS
 from jaxmoe.metrics import (
@@ -241,7 +241,7 @@ class StepLog:
         stats = metrics.stats
         if stats is not None:
             load_LE = np.asarray(stats.load_E)
-            groups = positions // config_lib.group_tokens(config.model, config.moe)
+            groups = positions // config_derived.group_tokens(config.model, config.moe)
             values["balance_loss"] = float(stats.balance_loss.mean() / groups)
             values["sequence_balance_loss"] = float(
                 stats.sequence_loss.mean() / config.data.batch_size

@@ -27,9 +27,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe import config as config_lib
+from jaxmoe import config_derived, optim, sharding
 from jaxmoe import model as model_lib
-from jaxmoe import optim, sharding
 from jaxmoe.config import Config
 from jaxmoe.data.tasks import TASKS
 from jaxmoe.eplb.placement import carry, carry_back, initial_placement, plan_move
@@ -131,7 +130,7 @@ class Setup:
             )
             for name, part in self.abstract_params.items()
         }
-        self.microbatches = config_lib.microbatches(config, mesh.shape["pipe"])
+        self.microbatches = config_derived.microbatches(config, mesh.shape["pipe"])
         self.pipelined = self._pipelined() if mesh.shape["pipe"] > 1 else None
         shapes = jax.eval_shape(self._initial_state)
         self.state_sharding = sharding.named(mesh, self._state_specs(shapes.optimizer))
@@ -372,7 +371,7 @@ class Setup:
         weights, config = self.weights(params, buffers), self.config
         sequences = config.data.batch_size
         tokens = sequences * config.model.sequence_length
-        groups = tokens // config_lib.group_tokens(config.model, config.moe)
+        groups = tokens // config_derived.group_tokens(config.model, config.moe)
 
         def loss(weights, microbatch):
             sums, stats = self.forward(weights, buffers, microbatch)
@@ -423,13 +422,13 @@ class Setup:
     def first_placement(self) -> Any:
         """Where the experts are at the start; None without a balancer."""
         balancer, model = self.config.balancer, self.config.model
-        layers = config_lib.layer_kinds(model).count("moe")
+        layers = config_derived.layer_kinds(model).count("moe")
         if not balancer.interval or not layers:
             return None
         return initial_placement(
             1 if model.share_layers else layers,
             self.config.moe.num_experts,
-            config_lib.num_replicas(balancer, self.config.moe),
+            config_derived.num_replicas(balancer, self.config.moe),
             nodes=balancer.nodes,
             devices=self.axis.size,
         )

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmoe import config as config_lib
-from jaxmoe import gin_config
+from jaxmoe import config_derived, gin_config
 from jaxmoe.config import Config, ConfigError, Model, MoE
 from jaxmoe.config_checks import check, check_mesh
 
@@ -38,14 +38,14 @@ def test_every_field_says_what_it_means():
     ],
 )
 def test_layer_kinds(pattern, layers, expected):
-    kinds = config_lib.layer_kinds(Model(layer_pattern=pattern, num_layers=layers))
+    kinds = config_derived.layer_kinds(Model(layer_pattern=pattern, num_layers=layers))
     assert "".join(kind[0] for kind in kinds) == expected
 
 
 @pytest.mark.parametrize("pattern", ["", ",", "moe,", "moe*0", "moe*-1", "moe*", "Moe"])
 def test_layer_pattern_that_cannot_be_read(pattern):
     with pytest.raises(ConfigError, match=r"Set Model\.layer_pattern='moe'"):
-        config_lib.layer_kinds(Model(layer_pattern=pattern))
+        config_derived.layer_kinds(Model(layer_pattern=pattern))
 
 
 @given(
@@ -56,11 +56,11 @@ def test_layer_pattern_fills_all_layers_or_none(parts, layers):
     """Never fewer or more layers than asked for; the remedy fills them too."""
     model = Model(layer_pattern=",".join(parts), num_layers=layers)
     try:
-        kinds = config_lib.layer_kinds(model)
+        kinds = config_derived.layer_kinds(model)
     except ConfigError as error:
         better = re.search(r"Model\.layer_pattern='([^']*)'\.$", str(error))
         assert better is not None
-        kinds = config_lib.layer_kinds(
+        kinds = config_derived.layer_kinds(
             dataclasses.replace(model, layer_pattern=better[1])
         )
     assert len(kinds) == layers
@@ -70,10 +70,10 @@ def test_resolved_values():
     assert Model(width=64, num_heads=4).head_size == 16
     assert Model(head_dim=7).head_size == 7
     model = Model(ffn_width=100, sequence_length=30)
-    assert config_lib.expert_width(model, MoE()) == 100
-    assert config_lib.expert_width(model, MoE(expert_width=5)) == 5
-    assert config_lib.group_tokens(model, MoE()) == 30
-    assert config_lib.group_tokens(model, MoE(group_tokens=10)) == 10
+    assert config_derived.expert_width(model, MoE()) == 100
+    assert config_derived.expert_width(model, MoE(expert_width=5)) == 5
+    assert config_derived.group_tokens(model, MoE()) == 30
+    assert config_derived.group_tokens(model, MoE(group_tokens=10)) == 10
 
 
 # Layers, hidden, heads, ffn, experts, expert parameters in billions: the table of M6-T
@@ -92,8 +92,8 @@ PUBLISHED = {
 def test_published_sizes(name):
     config = gin_config.load([str(CONFIGS / f"{name}.gin")]).config
     model, moe = config.model, config.moe
-    layers = config_lib.layer_kinds(model).count("moe")
-    hidden = config_lib.expert_width(model, moe)
+    layers = config_derived.layer_kinds(model).count("moe")
+    hidden = config_derived.expert_width(model, moe)
     matrices = 3 if model.activation == "swiglu" else 2
     parameters = layers * moe.num_experts * matrices * model.width * hidden
     *shape, billions = PUBLISHED[name]

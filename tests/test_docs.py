@@ -13,7 +13,7 @@ from flax import nnx
 from PIL import Image
 
 from jaxmoe import config as config_lib
-from jaxmoe import gin_config
+from jaxmoe import config_derived, gin_config
 from jaxmoe.config_values import FIELDS
 from tests import helpers
 from tests.data import own_files
@@ -225,9 +225,9 @@ def test_table_of_models_agrees_with_the_configurations():
         config = gin_config.load([str(ROOT / "configs" / name)]).config
         model, moe = config.model, config.moe
         found = (
-            config_lib.layer_kinds(model).count("moe"),
+            config_derived.layer_kinds(model).count("moe"),
             model.width,
-            config_lib.expert_width(model, moe),
+            config_derived.expert_width(model, moe),
             moe.num_experts,
         )
         assert found == tuple(int(n) for n in (layers, width, hidden, experts)), name

@@ -9,7 +9,8 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = (
     (
-        *("xla_options", "config", "config_base", "config_checks", "config_values"),
+        *("xla_options", "config", "config_base", "config_checks", "config_derived"),
+        "config_values",
         "config_changes",
         *("config_source", "gin_config", "pipeline.schedule", "pipeline.schedule_file"),
         *("pipeline.simulate", "pipeline.search", "pipeline.lower", "pipeline.draw"),

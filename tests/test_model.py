@@ -15,8 +15,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe import config as config_lib
-from jaxmoe import gin_config
+from jaxmoe import config_derived, gin_config
 from jaxmoe import model as model_lib
 from jaxmoe.config import Model, MoE
 from jaxmoe.mesh import BATCH_AXES
@@ -112,7 +111,7 @@ def test_expert_parameters_of_the_shipped_models(name, billions):
     experts = params["moe"]["moe"]["experts"]
     number = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(experts))
     assert number / 1e9 == pytest.approx(billions, rel=0.01)
-    kinds = config_lib.layer_kinds(config.model)
+    kinds = config_derived.layer_kinds(config.model)
     assert len(kinds) == config.model.num_layers
     layers, D = kinds.count("moe"), config.model.width
     kernel = (layers, config.moe.num_experts, D)
@@ -306,7 +305,7 @@ def is_expert(path):
 SLOW_DOTS = pytest.param("dots", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("policy", ["full", SLOW_DOTS])
+@pytest.mark.parametrize("policy", ["full", "exchange", SLOW_DOTS])
 def test_recomputation_changes_no_number(policy):
     """Every remat policy gives the same logits, statistics and gradients."""
     got, want = compiled_gradients(policy, 4)[1], compiled_gradients("none", 4)[1]
@@ -326,14 +325,16 @@ def test_sharded_gradients_equal_those_of_one_owner():
     oracle.assert_close(*results)
 
 
-@pytest.mark.parametrize("policy", ["none", "dots", "full"])
-def test_the_exchange_is_never_recomputed(policy):
+@pytest.mark.parametrize(
+    ("policy", "count"), [("none", 5), ("dots", 5), ("full", 5), ("exchange", 8)]
+)
+def test_the_exchange_is_recomputed_only_where_asked_for(policy, count):
     """5 all-to-alls per MoE layer: rows there and back and counts forward, rows there
 
-    and back backward.
+    and back backward. 'exchange' has the first three once more.
     """
     function, *inputs = device_gradients(policy, 4)
-    assert oracle.count(jax.make_jaxpr(function)(*inputs), "all_to_all") == 5
+    assert oracle.count(jax.make_jaxpr(function)(*inputs), "all_to_all") == count
 
 
 @pytest.mark.parametrize("policy", ["none", "full", SLOW_DOTS])

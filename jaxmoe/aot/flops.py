@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from jaxmoe import config as config_lib
+from jaxmoe import config_derived
 from jaxmoe.config import Config
 from jaxmoe.pipeline.execute import Work
 
@@ -93,9 +93,9 @@ def model_flops(config: Config, vocab_size: int) -> float:
     attention = 4 * D * heads + 2 * S * heads
     dense = per_width * model.ffn_width
     experts = moe.top_k + moe.num_shared_experts
-    expert_width = config_lib.expert_width(model, moe)
+    expert_width = config_derived.expert_width(model, moe)
     mixture = per_width * expert_width * experts + D * moe.num_experts
-    kinds = config_lib.layer_kinds(model)
+    kinds = config_derived.layer_kinds(model)
     layers = sum(attention + (mixture if k == "moe" else dense) for k in kinds)
     patches = model.num_patches * model.patch_dim * D / S
     return 3 * 2 * config.data.batch_size * S * (layers + D * vocab_size + patches)

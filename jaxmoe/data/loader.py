@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmoe.config import ConfigError, Data, Model, image_patches
+from jaxmoe.config import ConfigError, Data, Model
+from jaxmoe.config_derived import image_patches
 from jaxmoe.data import digits
 from jaxmoe.data.fields import BrokenRecord, DataError
 from jaxmoe.data.mixture import Mixture, Skipped

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxmoe.config import Data, Model, image_patches
+from jaxmoe.config import Data, Model
+from jaxmoe.config_derived import image_patches
 from jaxmoe.data import digits, tasks
 from jaxmoe.data.fields import BrokenRecord, Fields, parse_fields
 from jaxmoe.data.images import decode, to_patches

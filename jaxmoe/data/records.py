@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxmoe.config import ConfigError, Data, Model, image_patches
+from jaxmoe.config import ConfigError, Data, Model
+from jaxmoe.config_derived import image_patches
 from jaxmoe.config_source import TEXT_KINDS
 from jaxmoe.data import digits, tasks, text
 from jaxmoe.data.tasks import IMAGE_TASKS, TASKS, Example

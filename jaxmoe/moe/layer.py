@@ -16,7 +16,7 @@ from functools import partial
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxmoe import config as config_lib
+from jaxmoe import config_derived
 from jaxmoe.config import Model, MoE
 from jaxmoe.layers.mlp import Mlp
 from jaxmoe.moe.dispatch import choose_block, visit, visit_by_node
@@ -31,8 +31,8 @@ class MoELayer(nnx.Module):
 
     def __init__(self, model: Model, moe: MoE, *, rngs: nnx.Rngs):
         self.moe = moe
-        self.group_tokens = config_lib.group_tokens(model, moe)
-        hidden = config_lib.expert_width(model, moe)
+        self.group_tokens = config_derived.group_tokens(model, moe)
+        hidden = config_derived.expert_width(model, moe)
         self.router = Router(model, moe, self.group_tokens, rngs=rngs)
         self.experts = Experts(model, moe.num_experts, hidden, rngs=rngs)
         shared = hidden * moe.num_shared_experts

@@ -26,10 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxmoe import config as config_lib
+from jaxmoe import config_derived, sharding
 from jaxmoe import loss as loss_lib
 from jaxmoe import model as model_lib
-from jaxmoe import sharding
 from jaxmoe.config import Model, MoE
 from jaxmoe.eplb.placement import Move, carry, carry_back, plan_move
 from jaxmoe.layers.attention import attention_mask
@@ -87,10 +86,10 @@ class PipelinedGradients:
             fill = 0.0
         self.fill = fill
         self.compute_specs, self.master_specs = compute_specs, master_specs
-        kinds = config_lib.layer_kinds(model)
+        kinds = config_derived.layer_kinds(model)
         self.num_moe, self.num_sequences = kinds.count("moe"), num_sequences
         tokens = num_sequences * model.sequence_length
-        self.routing_groups = tokens // config_lib.group_tokens(model, moe)
+        self.routing_groups = tokens // config_derived.group_tokens(model, moe)
         self.partition = partition(kinds, table.schedule, shared=model.share_layers)
         self.network, self.kinds = network, tuple(dict.fromkeys(kinds))
         directions = range(table.schedule.num_directions)
@@ -217,7 +216,7 @@ class PipelinedGradients:
         return np.concatenate([places[kind] for places in self.places], axis=1)
 
     def _stack_size(self, kind: str) -> int:
-        kinds = config_lib.layer_kinds(self.model)
+        kinds = config_derived.layer_kinds(self.model)
         return 1 if self.model.share_layers else kinds.count(kind)
 
     def _specs(self, tree: Any, kind: str | None = None) -> tuple[Any, Any]:
@@ -362,7 +361,7 @@ class _Pass:
                     weights=abstract([one_layer[kind] for kind in kinds]),
                     x=jax.ShapeDtypeStruct(inputs_MbSD.shape[1:], inputs_MbSD.dtype),
                     context=context,
-                    recompute=static.model.remat == "full",
+                    recompute=static.model.remat in ("full", "exchange"),
                 )
             stages.append((kinds, made[key]))
         return stages

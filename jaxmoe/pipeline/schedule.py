@@ -203,6 +203,18 @@ def check_numbers(
         )
 
 
+def without_splits(schedule: Schedule) -> Schedule:
+    """The same with a B for every Bi: nothing waits, but bubbles are larger."""
+
+    def whole(line: tuple[Operation, ...]) -> tuple[Operation, ...]:
+        kept = (o for o in line if o.kind != "W")
+        return tuple(
+            dataclasses.replace(o, kind="B") if o.kind == "Bi" else o for o in kept
+        )
+
+    return dataclasses.replace(schedule, ranks=tuple(map(whole, schedule.ranks)))
+
+
 # Builders -----------------------------------------------------------------------------
 
 

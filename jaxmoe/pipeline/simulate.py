@@ -18,9 +18,10 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from jaxmoe.config import Pipeline, pipeline_microbatches
+from jaxmoe.config import Pipeline
 from jaxmoe.config_base import mistake, nearest
-from jaxmoe.pipeline.schedule import Operation, Schedule, build
+from jaxmoe.config_derived import pipeline_microbatches
+from jaxmoe.pipeline.schedule import Operation, Schedule, build, without_splits
 
 # Times are rounded to 9 decimals, so that sums in another order give equal times.
 _DECIMALS = 9
@@ -183,7 +184,10 @@ def parse_costs(text: str, *, name: str = "--costs") -> Costs:
 def of_config(pipeline: Pipeline, ranks: int) -> tuple[Schedule, Costs]:
     """The schedule of a configuration on so many ranks, and what operations cost."""
     count = pipeline_microbatches(pipeline, ranks)
-    return build(pipeline.schedule, ranks, count), parse_costs(pipeline.costs)
+    schedule = build(pipeline.schedule, ranks, count)
+    if not pipeline.split_backward:
+        schedule = without_splits(schedule)
+    return schedule, parse_costs(pipeline.costs)
 
 
 def _check_done(schedule: Schedule, done: dict[Key, float], counts: list[int]) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe import config as config_lib
+from jaxmoe import config_derived
 from jaxmoe.config import Model, MoE
 from jaxmoe.mesh import BATCH_AXES, Sizes, make_mesh
 from jaxmoe.moe.exchange import ExpertAxis
@@ -199,7 +199,7 @@ def _dense(moe: MoE, group: int):
 
 def dense(model: Model, moe: MoE, scene: Scene) -> Result:
     """The oracle's result."""
-    group = config_lib.group_tokens(model, moe)
+    group = config_derived.group_tokens(model, moe)
     logits_TE = scene.x_TD @ scene.params["router"]["router_kernel"]
     bias_E = scene.buffers["router"]["bias"] if scene.buffers else None
     ids_TK = oracle.choose(logits_TE, moe, bias_E, scene.valid_T.reshape(B, S))

@@ -9,6 +9,7 @@ some: their true gradient is 0, what is there is rounding.)
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -149,9 +150,10 @@ def test_uneven_layers(config, name):
     check(with_schedule(config, name), (1, 2, 4))
 
 
-@pytest.mark.parametrize("fill", [np.nan])
+@pytest.mark.parametrize("fill", [np.nan, pytest.param(None, marks=pytest.mark.slow)])
 def test_bubbles_hold_nothing_that_counts(fill):
-    """Buffers and idle results full of NaN change no loss, count or gradient."""
+    """Buffers and idle results full of NaN, or never written, change no loss, count or
+    gradient."""
     check(with_schedule(CONFIG, "dualpipe"), (1, 2, 2), fill=fill)
 
 
@@ -161,9 +163,36 @@ def test_taking_turns_changes_no_number():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["full", "dots"])
+@pytest.mark.parametrize("remat", ["exchange", "full", "dots"])
 def test_with_recomputation(remat):
     check(with_schedule(changed(CONFIG, model={"remat": remat}), "dualpipe"), (1, 2, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dualpipe", "zb_h1"])
+def test_backwards_that_are_not_split(name):
+    """Nothing waits for a W, and the numbers are the same."""
+    setup = check(with_schedule(CONFIG, name, split_backward=False), (1, 1, 4))
+    assert setup.pipelined.table.slots.deferred == 0
+
+
+def test_of_a_layer_only_its_input_may_be_kept():
+    """With remat 'exchange' and whole backwards, what waits is no larger than an input
+    per layer."""
+
+    def waiting(**model):
+        config = changed(CONFIG, model={"layer_pattern": "moe", **model})
+        config = with_schedule(config, "dualpipe", split_backward=False)
+        setup = Setup(config, helpers.mesh_of(1, 2, 2), 264)
+        setup.traced_step()
+        (_, programs), *_ = setup.pipelined.traced.stages
+        assert programs.saved
+        return sum(math.prod(shape.shape) for shape in programs.saved)
+
+    of_inputs = 2 * math.prod(
+        (CONFIG.data.batch_size // 8, CONFIG.model.sequence_length, CONFIG.model.width)
+    )
+    assert waiting(remat="exchange") == of_inputs < waiting(remat="full")
 
 
 @pytest.mark.parametrize(

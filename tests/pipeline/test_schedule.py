@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 
 from jaxmoe.config_base import ConfigError
-from jaxmoe.pipeline.schedule import SCHEDULES, Operation, build, check_numbers
+from jaxmoe.pipeline.schedule import (
+    SCHEDULES,
+    Operation,
+    build,
+    check_numbers,
+    without_splits,
+)
 from jaxmoe.pipeline.schedule_file import check_complete, from_csv, to_csv
 from jaxmoe.pipeline.simulate import Costs, simulate
 from tests.pipeline.cases import schedules
@@ -83,6 +89,17 @@ def counts(schedule, rank):
     """F, Bi, W, F&B and B of a rank."""
     found = collections.Counter(o.kind for o in schedule.ranks[rank])
     return tuple(found[kind] for kind in ("F", "Bi", "W", "F&B", "B"))
+
+
+@given(schedules())
+def test_without_splits_every_backward_is_whole(schedule):
+    """The same F and F&B; a B for every Bi, and no W."""
+    whole = without_splits(schedule)
+    for rank in range(schedule.num_ranks):
+        f, bi, w, pairs, b = counts(schedule, rank)
+        assert bi == w
+        assert counts(whole, rank) == (f, 0, 0, pairs, b + bi)
+    assert simulate(whole, Costs()).makespan >= simulate(schedule, Costs()).makespan
 
 
 def test_operations_per_rank_of_dualpipe():
