@@ -14,6 +14,7 @@ import functools
 import json
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -47,10 +48,19 @@ def _orbax() -> Any:
     """Orbax, imported when first needed: it would take 0.3 s of every start."""
     import orbax.checkpoint as ocp
 
-    # Its background errors are raised again here as CheckpointError: no second trace.
+    # Its background errors are raised again here as CheckpointError: no second trace,
+    # not from its log, nor from its other tasks, nor from what ends after them.
     logging.getLogger("absl").addFilter(
         lambda r: r.levelno < logging.ERROR or "orbax" not in r.pathname
     )
+    logging.getLogger("asyncio").addFilter(lambda r: "orbax" not in r.getMessage())
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            before(unraisable)
+
+    sys.unraisablehook = hook
     return ocp
 
 

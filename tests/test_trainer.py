@@ -23,14 +23,12 @@ import pytest
 from jaxmoe import cli, plots, tree_names
 from jaxmoe.checkpoint import Checkpointer
 from jaxmoe.evaluate import Evaluator
-from jaxmoe.metrics import Progress
 from jaxmoe.optim import learning_rate
 from jaxmoe.train_step import Setup
 from jaxmoe.trainer import Trainer
 from tests import helpers
 from tests.helpers import MESHES, ROOT, contents, metrics_of
-
-CONFIG = helpers.run_config()
+from tests.runs import CONFIG, at_step, steps_of, train
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,28 +36,6 @@ def no_plots():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots, "write_plots", lambda *_: None)
         yield
-
-
-def train(workdir, config=CONFIG, *more):
-    return cli.main(
-        ["train", f"--workdir={workdir}", *helpers.arguments(config), *more]
-    )
-
-
-def at_step(monkeypatch, step, action):
-    """Calls `action` when the figures of a step have come."""
-    original = Progress.step
-
-    def progress(self, number):
-        original(self, number)
-        if number == step:
-            action()
-
-    monkeypatch.setattr(Progress, "step", progress)
-
-
-def steps_of(workdir):
-    return sorted(int(p.name) for p in (workdir / "checkpoints").glob("[0-9]*"))
 
 
 def saved(workdir, step):
@@ -257,33 +233,6 @@ def test_a_signal_during_an_evaluation(straight, tmp_path, monkeypatch, capsys, 
     assert "in the last evaluation" in capsys.readouterr().err
     assert steps_of(run) == [10, 20, 21]
     assert not (run / "summary.json").exists()
-
-
-@pytest.mark.parametrize(
-    "what", ["run folder", pytest.param("checkpoints", marks=pytest.mark.slow)]
-)
-def test_a_folder_that_is_renamed_during_the_run(tmp_path, monkeypatch, capsys, what):
-    """After step 12: the next thing to be written fails the run, exit code 1 and one
-    message with the path; what was saved before is whole, and nothing is made anew in
-    the old place."""
-    run, moved = tmp_path / "run", tmp_path / "moved"
-    folder = run if what == "run folder" else run / "checkpoints"
-
-    def rename():
-        while not (run / "checkpoints" / "10" / "complete.json").exists():
-            time.sleep(0.01)
-        folder.rename(moved)
-
-    at_step(monkeypatch, 12, rename)
-    assert train(run) == cli.EXIT_FAILED
-    err = capsys.readouterr().err
-    assert "cannot be written" in err or "could not be written" in err
-    assert str(run) in err
-    assert "Traceback" not in err
-    assert not folder.exists()
-    left = moved / "checkpoints" if what == "run folder" else moved
-    with Checkpointer(left, read_only=True) as checkpoints:
-        assert checkpoints.latest() == 10
 
 
 def test_signals_during_a_save(straight, tmp_path, monkeypatch, capsys):
