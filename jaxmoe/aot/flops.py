@@ -56,25 +56,20 @@ def step_flops(
     ticks, ranks = work_of.shape
     found: list[tuple[float, ...]] = []
 
-    def of_ticks(body: Jaxpr) -> float:
-        """All ticks of a mean rank."""
-        head, switch = [e for e in body.eqns if e.primitive.name == "cond"]
-        inner = [_count(b, even_rows, 1, None) for b in _branches(switch)]
-        found.append(tuple(inner))
-        of_head = max(_count(b, even_rows, 1, None) for b in _branches(head))
-        outside = sum(_equation(e, even_rows, 1, None) for e in body.eqns)
-        outside -= _equation(head, even_rows, 1, None) + max(inner)
-        total = sum(inner[work] for work in work_of.ravel()) + heads * of_head
-        return ticks * outside + total / ranks
-
     def special(equation: Any) -> float | None:
-        if equation.primitive.name != "scan":
+        if equation.primitive.name != "scan" or equation.params["length"] != ticks:
             return None
         body = equation.params["jaxpr"].jaxpr
-        switches = [e for e in body.eqns if e.primitive.name == "cond"]
-        if len(switches) == 2 and len(_branches(switches[1])) == len(kinds):
-            return of_ticks(body)
-        return None
+        steps = _steps_of(body, [bool(work.kinds) for work in kinds])
+        if steps is None:
+            return None
+        head, works, rest = steps
+        of_head = _count(head, even_rows, 1, None)
+        inner = [_count(w, even_rows, 1, None) if w else 0.0 for w in works]
+        found.append(tuple(inner))
+        each_tick = sum(_equation(e, even_rows, 1, None) for e in rest)
+        total = sum(inner[work] for work in work_of.ravel()) + heads * of_head
+        return ticks * each_tick + total / ranks
 
     step = _count(jaxpr, even_rows, devices, special)
     return Flops(step, found[0] if found else ())
@@ -103,6 +98,28 @@ def model_flops(config: Config, vocab_size: int) -> float:
 
 def _branches(equation: Any) -> list[Jaxpr]:
     return [branch.jaxpr for branch in equation.params["branches"]]
+
+
+def _steps_of(body: Jaxpr, working: list[bool]):
+    """(the head, per work its step or None, the equations beside them) of a tick.
+
+    Args:
+      body: of a loop; the result is None if it is not that over the ticks.
+      working: of each work, whether it is not idle.
+    """
+    if not any(e.primitive.name == "ppermute" for e in body.eqns):
+        return None
+    taken = [e for e in body.eqns if e.primitive.name == "cond"]
+    if taken:
+        (_, head), works = map(_branches, taken)
+    else:  # a loop for the head, and then one for each work
+        loops = [e for e in body.eqns if e.primitive.name == "while"]
+        taken = loops[: 1 + sum(working)]
+        head, *rest = (e.params["body_jaxpr"].jaxpr for e in taken)
+        of_work = iter(rest)
+        works = [next(of_work) if works else None for works in working]
+    apart = {id(e) for e in taken}
+    return head, works, [e for e in body.eqns if id(e) not in apart]
 
 
 Special = Callable[[Any], float | None] | None

@@ -69,6 +69,17 @@ def write(buffer: jax.Array, value: jax.Array, slot: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(buffer, value, slot, axis=0)
 
 
+def write_if(
+    buffers: list[jax.Array], values: list[jax.Array], slot: jax.Array
+) -> list[jax.Array]:
+    """Writes values into a slot of each buffer, in place; for slot -1 nothing."""
+
+    def turn(_, buffers):
+        return [write(b, v, slot) for b, v in zip(buffers, values, strict=True)]
+
+    return jax.lax.fori_loop(0, (slot >= 0).astype(jnp.int32), turn, buffers)
+
+
 def full(shape: tuple[int, ...], dtype: Any, fill: float) -> jax.Array:
     """What nobody reads: `fill`, or 0 where it has no such numbers."""
     floating = jnp.issubdtype(dtype, jnp.floating)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Floor 4. Runs a table of ticks on every rank at once, inside a shard_map.
 
-One `lax.scan` over ticks. In a tick a rank takes its branch of one `lax.switch`: the
+One `lax.scan` over ticks. In a tick a rank takes one step of several (`choose`): the
 operations of the tick, with the programs of the stages and the direction of each built
-in, so that weights are used where they lie. Then what it made travels by four
-ppermutes, which every rank issues in every tick, is written into the buffers and added
-to the sums, outside the switch: a branch copies whatever it is given and gives back,
-the whole buffer, all gradients. Branches differ only along `pipe`: the devices of an
-exchange over `expert` always take the same one. The head and the loss stand before the
-switch, in a `lax.cond` that only the last stage enters, when its backward begins:
+in, so that weights are used where they lie. It leaves what it made where the tick
+before left its own; what a step does not make stays as it is, and nobody reads it. Then
+what was made travels by four ppermutes, which every rank issues in every tick, and is
+written into the buffers, outside of the steps. Steps differ only along `pipe`: the
+devices of an exchange over `expert` always take the same one. The head and the loss are
+a step of their own before, which only the last stage takes, when its backward begins:
 logits never wait for their turn.
 
   inbox of activations, of gradients    what arrived and waits
@@ -33,14 +33,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.pipeline.alternate import Walk, alternate
-from jaxmoe.pipeline.buffers import Shelf, full, read, write
+from jaxmoe.pipeline.buffers import Shelf, full, read, write, write_if
+from jaxmoe.pipeline.choose import Row, choose
 from jaxmoe.pipeline.lower import COLUMNS, TickTable
 from jaxmoe.pipeline.stage import StagePrograms, Tree
+from jaxmoe.pipeline.sums import (
+    Kinds,
+    Layers,
+    Sums,
+    add,
+    add_if,
+    first_of,
+    first_rows,
+    num_rows,
+    pick,
+    put,
+    write_first,
+)
 
 AXIS = "pipe"
-Kinds = tuple[str, ...]  # of a stage's layers
-Layers = dict[str, list[Tree]]  # by kind, those of one stage in order
-Row = dict[str, jax.Array]  # a tick of this rank: column -> number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +67,8 @@ class Pipeline:
         the loss, statistics).
       alternating: the forward and the backward of a tick take turns at every exchange
         of tokens; else the compiler orders them.
-      fill: what places hold that nobody reads; None for what the memory happens to
-        hold. A test makes it NaN, and nothing changes.
+      fill: what unused places hold; a test makes it NaN, and nothing changes.
+      loops: steps are chosen by loops, see `choose`.
     """
 
     table: TickTable
@@ -65,29 +76,8 @@ class Pipeline:
     context: Callable[[jax.Array, jax.Array, int], Tree]
     finish: Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, Tree]]
     alternating: bool = False
-    fill: float | None = 0.0
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["weights", "head", "stage", "finish"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
-class Sums:
-    """What ticks add to.
-
-    Attributes:
-      weights: per direction, gradients of the weights that this rank has for it.
-      head: gradients of the head's weights.
-      stage: per direction, statistics of the MoE layers, [layers, ...]; or None.
-      finish: statistics of the head.
-    """
-
-    weights: list[Layers]
-    head: Tree
-    stage: list[Tree]
-    finish: Tree
+    fill: float = 0.0
+    loops: bool = True
 
 
 def run(
@@ -116,31 +106,41 @@ def run(
     columns = np.stack([work_of, gradients_of, *(table[c] for c in COLUMNS)], axis=1)
     rank = jax.lax.axis_index(AXIS)
     mine = jnp.take(jnp.asarray(columns), rank, axis=2)  # [ticks, columns]
-    branches = _Branches(pipeline, weights, head, inputs_MbSD, sums)
+    steps = _Steps(pipeline, weights, head, inputs_MbSD, sums)
+    take = partial(choose, loops=pipeline.loops)
     M = inputs_MbSD.shape[0]
 
     def tick(carry, numbers):
-        buffers, sums, gradients = carry
+        buffers, made, sums, gradients = carry
         row = dict(zip(("work", "gradients_of", *COLUMNS), numbers, strict=True))
-        dy, sums = branches.output_gradient(row, buffers, sums)
-        steps = [partial(branches, work) for work in works]
-        made = jax.lax.switch(row["work"], steps, row, buffers, dy)
-        sums = branches.add(row, sums, made)
+        made = made._replace(dy=read(buffers.gradients, row["b_inbox"]))
+        ends = row["b_stage"] == steps.last
+        of_works = [
+            partial(steps.work, work, buffers) if work.kinds else None for work in works
+        ]
+        with jax.named_scope("head"):
+            of_head = [None, partial(steps.head, buffers)]
+            row, (made, sums) = take(ends.astype(jnp.int32), of_head, row, (made, sums))
+            if not pipeline.loops:
+                sums = steps.add_head(row, made, sums)
+        row, (made, sums) = take(row["work"], of_works, row, (made, sums))
+        if not pipeline.loops:
+            sums = steps.add(row, made, sums)
         with jax.named_scope("ticks"):
-            buffers = branches.keep(row, buffers, made)
+            buffers = steps.keep(row, buffers, made)
         enters = (row["b_stage"] == 0) & (row["b_microbatch"] >= 0)
         where = jnp.where(enters, row["b_microbatch"], M)
         gradients = write(gradients, made.gradient, where)
-        return (buffers, sums, gradients), None
+        return (buffers, made, sums, gradients), None
 
     room = jnp.zeros((M + 1, *inputs_MbSD.shape[1:]), inputs_MbSD.dtype)
-    carry = (branches.empty(), sums, room)
-    (_, sums, gradients), _ = jax.lax.scan(tick, carry, mine)
+    carry = (steps.empty(), steps.nothing(), sums, room)
+    (_, _, sums, gradients), _ = jax.lax.scan(tick, carry, mine)
     return sums, gradients[:M]
 
 
 class Work(NamedTuple):
-    """What a rank does in a tick, but for the microbatches: one branch.
+    """What a rank does in a tick, but for the microbatches: one step.
 
     Attributes:
       kinds: as in `TickTable.branches`.
@@ -160,8 +160,7 @@ class Work(NamedTuple):
 
 
 def list_works(pipeline: Pipeline) -> tuple[list[Work], np.ndarray]:
-    """The distinct works of a pipeline, in the order of the branches, and the number of
-    the one that each [tick, rank] has."""
+    """The distinct works of a pipeline, and the number of each [tick, rank]'s one."""
     table, columns = pipeline.table, pipeline.table.columns
     programs = [id(programs) for _, programs in pipeline.stages]
     first = [programs.index(program) for program in programs]
@@ -181,7 +180,7 @@ def list_works(pipeline: Pipeline) -> tuple[list[Work], np.ndarray]:
 
 
 def parts_of_ticks(pipeline: Pipeline) -> dict[str, np.ndarray]:
-    """What runs beside the branch in some ticks: named scope -> [ticks, ranks]."""
+    """What runs beside the work in some ticks: named scope -> [ticks, ranks]."""
     works, work_of = list_works(pipeline)
     columns, schedule = pipeline.table.columns, pipeline.table.schedule
     last = columns["b_stage"] == schedule.num_stages - 1
@@ -210,18 +209,33 @@ class Buffers:
 
 
 class Made(NamedTuple):
-    """What a branch leaves, of one size whatever the branch."""
+    """What the ticks of a rank made last.
 
+    Attributes:
+      dy: gradient of the output of this tick's backward.
+      activation, gradient: output of the forward; gradient of the backward's input.
+      stash, deferred: what goes into a slot of the buffers.
+      weights: gradients of the weights of a direction.
+      statistics: of the forward, [MoE layers, ...]; zero beyond those of the stage.
+      head, finish: gradients of the head's weights, and its statistics.
+    """
+
+    dy: jax.Array
     activation: jax.Array
     gradient: jax.Array
     stash: list[jax.Array]
     deferred: list[jax.Array]
     weights: Layers
     statistics: Tree
+    head: Tree
+    finish: Tree
 
 
-class _Branches:
-    """The bodies of the switch, and the buffers that they share."""
+Carry = tuple[Made, Sums]
+
+
+class _Steps:
+    """What a rank can do in a tick, and the buffers that it has for it."""
 
     def __init__(
         self,
@@ -238,19 +252,19 @@ class _Branches:
             kind: max((layers[kind] for layers in weights), key=len)
             for kind in weights[0]
         }
-        self._statistics = max(sums.stage, key=_rows)
-        self._last = len(pipeline.stages) - 1
+        self._statistics = max(sums.stage, key=num_rows)
+        self._sums = sums
+        self.last = len(pipeline.stages) - 1
         slots, stages = pipeline.table.slots, pipeline.stages
         saved = [programs.saved for _, programs in stages]
         deferred = [programs.deferred for _, programs in stages]
-        self._fill = pipeline.fill or 0.0
-        self._stash = Shelf(saved, slots.stash, self._fill)
+        self._stash = Shelf(saved, slots.stash, pipeline.fill)
         # Without any W no Bi leaves anything.
         deferred = deferred if slots.deferred else [[]] * len(stages)
-        self._deferred = Shelf(deferred, slots.deferred, self._fill)
+        self._deferred = Shelf(deferred, slots.deferred, pipeline.fill)
 
     def empty(self) -> Buffers:
-        slots, fill = self._pipeline.table.slots, self._fill
+        slots, fill = self._pipeline.table.slots, self._pipeline.fill
         shape, dtype = self._inputs.shape[1:], self._inputs.dtype
         return Buffers(
             activations=full((slots.activations + 1, *shape), dtype, fill),
@@ -260,36 +274,52 @@ class _Branches:
             deferred=self._deferred.empty(),
         )
 
-    def output_gradient(self, row: Row, buffers: Buffers, sums: Sums):
-        """(gradient of the output of the tick's backward, sums)."""
+    def nothing(self) -> Made:
+        """Before the first tick."""
+        shape, dtype = self._inputs.shape[1:], self._inputs.dtype
+        inputs = jax.ShapeDtypeStruct(shape, dtype)
+        shapes = Made(
+            *(inputs, inputs, inputs),  # pyright: ignore[reportArgumentType]
+            *(self._stash.shapes(), self._deferred.shapes()),  # pyright: ignore
+            *(self._layers, self._statistics, self._head, self._sums.finish),
+        )
+        fill = self._pipeline.fill
+        return jax.tree.map(lambda x: full(x.shape, x.dtype, fill), shapes)
 
-        def of_loss():
-            y = read(buffers.outputs, row["b_stash"])
-            finish = jax.value_and_grad(
-                self._pipeline.finish, argnums=(0, 1), has_aux=True
-            )
-            (_, found), (dhead, dy) = finish(self._head, y, row["b_microbatch"])
-            return dy, dhead, found
+    def head(self, buffers: Buffers, row: Row, carry: Carry) -> Carry:
+        """The gradient of the last stage's output."""
+        made, sums = carry
+        finish = jax.value_and_grad(self._pipeline.finish, argnums=(0, 1), has_aux=True)
+        y = read(buffers.outputs, row["b_stash"])
+        (_, found), (dhead, dy) = finish(self._head, y, row["b_microbatch"])
+        if not self._pipeline.loops:
+            return made._replace(dy=dy, head=dhead, finish=found), sums
+        head, finish = add(sums.head, dhead), add(sums.finish, found)
+        sums = dataclasses.replace(sums, head=head, finish=finish)
+        return made._replace(dy=dy), sums
 
-        def arrived():
-            _, *others = jax.eval_shape(of_loss)
-            return read(buffers.gradients, row["b_inbox"]), *self._unread(others)
+    def work(self, work: Work, buffers: Buffers, row: Row, carry: Carry) -> Carry:
+        """The operations of one tick."""
+        made, sums = carry
+        if not self._pipeline.loops:
+            # Even less than to pass on what is there.
+            empty = jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), made)
+            return self._work(work, buffers, row, empty._replace(dy=made.dy)), sums
+        new = self._work(work, buffers, row, made)
+        weights, stage = list(sums.weights), list(sums.stage)
+        if (d := work.gradients_of()) >= 0:
+            weights[d] = add(weights[d], first_of(new.weights, weights[d]))
+        if (d := work.directions[0]) >= 0:
+            stage[d] = add(stage[d], first_rows(new.statistics, stage[d]))
+        sums = dataclasses.replace(sums, weights=weights, stage=stage)
+        return new._replace(weights=made.weights, statistics=made.statistics), sums
 
-        last = row["b_stage"] == self._last
-        with jax.named_scope("head"):
-            dy, dhead, found = jax.lax.cond(last, of_loss, arrived)
-            head = _add_if(last, sums.head, dhead)
-            finish = _add_if(last, sums.finish, found)
-        return dy, dataclasses.replace(sums, head=head, finish=finish)
-
-    def __call__(self, work: Work, row: Row, buffers: Buffers, dy: jax.Array) -> Made:
-        """One tick of one rank: reads buffers, leaves what it made."""
-        made = self._nothing()
+    def _work(self, work: Work, buffers: Buffers, row: Row, made: Made) -> Made:
         forward, backward = None, None
         if work.directions[0] >= 0:
             forward = self._forward(work, row, buffers)
         if work.directions[1] >= 0:
-            backward = self._backward(work, row, buffers, dy)
+            backward = self._backward(work, row, buffers, made.dy)
         if forward and backward and self._pipeline.alternating:
             results, gradients = alternate(forward, backward)
         else:
@@ -306,26 +336,6 @@ class _Branches:
                 made = self._weight_gradients(work, row, buffers, made)
         return made
 
-    def _nothing(self) -> Made:
-        """What nobody reads, but for the statistics."""
-        inputs = jax.ShapeDtypeStruct(self._inputs.shape[1:], self._inputs.dtype)
-        shelves = self._stash.shapes(), self._deferred.shapes()
-        unread = self._unread((inputs, inputs, *shelves, self._layers))
-        zeros = jax.tree.map(jnp.zeros_like, self._statistics)
-        return Made(*unread, statistics=zeros)
-
-    def _unread(self, shapes: Tree) -> Tree:
-        """Arrays that nobody reads."""
-        leaves, tree = jax.tree.flatten(shapes)
-        if self._pipeline.fill is None:
-            made = [jax.lax.empty(x.shape, x.dtype) for x in leaves]
-        else:
-            # Each of another value: equal ones would be made once, and then copied.
-            values = [self._fill + 1e-30 * i for i in range(len(leaves))]
-            pairs = zip(leaves, values, strict=True)
-            made = [full(x.shape, x.dtype, value) for x, value in pairs]
-        return jax.tree.unflatten(tree, made)
-
     def _forward(self, work: Work, row: Row, buffers: Buffers) -> Walk:
         direction = work.directions[0]
         kinds, programs = self._pipeline.stages[work.stages[0]]
@@ -336,7 +346,7 @@ class _Branches:
             read(buffers.activations, row["f_inbox"]),
         )
         context = self._pipeline.context(microbatch, row["f_stage"], direction)
-        return programs.forward(_pick(self._weights[direction], kinds), x, context)
+        return programs.forward(pick(self._weights[direction], kinds), x, context)
 
     def _forward_made(self, work: Work, results: list, made: Made) -> Made:
         """The output, what goes into the stash, and the statistics."""
@@ -346,7 +356,7 @@ class _Branches:
         return made._replace(
             activation=y,
             stash=self._stash.pack(stage, saved, made.stash),
-            statistics=_write_first(made.statistics, statistics),
+            statistics=write_first(self._statistics, statistics),
         )
 
     def _backward(self, work: Work, row: Row, buffers: Buffers, dy: jax.Array) -> Walk:
@@ -354,7 +364,7 @@ class _Branches:
         kinds, programs = self._pipeline.stages[stage]
         step = programs.backward if "B" in work.kinds else programs.backward_inputs
         return step(
-            _pick(self._weights[direction], kinds),
+            pick(self._weights[direction], kinds),
             self._pipeline.context(row["b_microbatch"], row["b_stage"], direction),
             self._stash.read(stage, buffers.stash, row["b_stash"]),
             dy,
@@ -368,7 +378,7 @@ class _Branches:
             deferred = self._deferred.pack(stage, results[1:], made.deferred)
             return made._replace(gradient=results[0], deferred=deferred)
         dx, dweights = programs.backward_results(results)
-        return made._replace(gradient=dx, weights=_put(made.weights, kinds, dweights))
+        return made._replace(gradient=dx, weights=put(made.weights, kinds, dweights))
 
     def _weight_gradients(
         self, work: Work, row: Row, buffers: Buffers, made: Made
@@ -376,23 +386,30 @@ class _Branches:
         direction, stage = work.directions[2], work.stages[2]
         kinds, programs = self._pipeline.stages[stage]
         dweights = programs.backward_weights(
-            _pick(self._weights[direction], kinds),
+            pick(self._weights[direction], kinds),
             self._pipeline.context(row["w_microbatch"], row["w_stage"], direction),
             self._deferred.read(stage, buffers.deferred, row["w_deferred"]),
         )
-        return made._replace(weights=_put(made.weights, kinds, dweights))
+        return made._replace(weights=put(made.weights, kinds, dweights))
 
-    def add(self, row: Row, sums: Sums, made: Made) -> Sums:
-        """Adds what the tick made to the sums of its directions."""
+    def add(self, row: Row, made: Made, sums: Sums) -> Sums:
+        """Adds what a work made. In a branch of a switch the sums would be copied."""
         weights, stage = list(sums.weights), list(sums.stage)
-        for d, layers in enumerate(sums.weights):
-            more = {kind: made.weights[kind][: len(layers[kind])] for kind in layers}
+        for d, (layers, rows) in enumerate(zip(weights, stage, strict=True)):
             with jax.named_scope(f"weights_{d}"):
-                weights[d] = _add_if(row["gradients_of"] == d, layers, more)
-            more = jax.tree.map(lambda m, t: m[: len(t)], made.statistics, stage[d])
+                more = first_of(made.weights, layers)
+                weights[d] = add_if(row["gradients_of"] == d, layers, more)
             with jax.named_scope(f"statistics_{d}"):
-                stage[d] = _add_if(row["f_direction"] == d, stage[d], more)
+                more = first_rows(made.statistics, rows)
+                stage[d] = add_if(row["f_direction"] == d, rows, more)
         return dataclasses.replace(sums, weights=weights, stage=stage)
+
+    def add_head(self, row: Row, made: Made, sums: Sums) -> Sums:
+        """Adds what the head made, in the same way."""
+        ends = row["b_stage"] == self.last
+        head = add_if(ends, sums.head, made.head)
+        finish = add_if(ends, sums.finish, made.finish)
+        return dataclasses.replace(sums, head=head, finish=finish)
 
     def keep(self, row: Row, buffers: Buffers, made: Made) -> Buffers:
         """Sends what the tick made, and writes it and what arrived into the buffers."""
@@ -416,9 +433,11 @@ class _Branches:
             return buffer
 
         def shelf(buffers, values, slot):
+            if self._pipeline.loops:
+                return write_if(buffers, values, slot)
             return [write(b, v, slot) for b, v in zip(buffers, values, strict=True)]
 
-        finished = jnp.where(row["f_stage"] == self._last, row["f_stash"], -1)
+        finished = jnp.where(row["f_stage"] == self.last, row["f_stash"], -1)
         return Buffers(
             activations=arrivals(buffers.activations, made.activation, "a", "f_local"),
             gradients=arrivals(buffers.gradients, made.gradient, "g", "b_local"),
@@ -426,43 +445,3 @@ class _Branches:
             outputs=write(buffers.outputs, made.activation, finished),
             deferred=shelf(buffers.deferred, made.deferred, row["b_deferred"]),
         )
-
-
-def _pick(layers: Layers, kinds: Kinds) -> list[Tree]:
-    """The layers of a stage in the order in which they are applied."""
-    following = {kind: iter(of_kind) for kind, of_kind in layers.items()}
-    return [next(following[kind]) for kind in kinds]
-
-
-def _put(layers: Layers, kinds: Kinds, of_stage: Tree) -> Layers:
-    """The layers with those of a stage in the first places of their kinds."""
-    layers = {kind: list(of_kind) for kind, of_kind in layers.items()}
-    seen = dict.fromkeys(layers, 0)
-    for kind, layer in zip(kinds, of_stage, strict=True):
-        layers[kind][seen[kind]] = layer
-        seen[kind] += 1
-    return layers
-
-
-def _rows(statistics: Tree) -> int:
-    return max((len(leaf) for leaf in jax.tree.leaves(statistics)), default=0)
-
-
-def _write_first(rows: Tree, first: Tree) -> Tree:
-    """Writes the first rows; a stage may have fewer MoE layers than another."""
-    if first is None:
-        return rows
-    return jax.tree.map(lambda r, f: r.at[: len(f)].set(f), rows, first)
-
-
-def _add_if(condition: jax.Array, total: Tree, more: Tree) -> Tree:
-    """total + more where the condition holds, else total.
-
-    A loop of one turn or none adds in place; a conditional would copy the total.
-    """
-    return jax.lax.fori_loop(
-        0,
-        condition.astype(jnp.int32),
-        lambda _, total: jax.tree.map(lambda t, m: t + m.astype(t.dtype), total, more),
-        total,
-    )

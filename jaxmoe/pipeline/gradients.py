@@ -36,10 +36,11 @@ from jaxmoe.loss import LossSums
 from jaxmoe.model import STACKS, Batch
 from jaxmoe.moe.exchange import ExpertAxis
 from jaxmoe.moe.router import MoEStats
-from jaxmoe.pipeline.execute import AXIS, Layers, Pipeline, Sums, run
+from jaxmoe.pipeline.execute import AXIS, Pipeline, run
 from jaxmoe.pipeline.lower import TickTable
 from jaxmoe.pipeline.partition import partition
 from jaxmoe.pipeline.stage import StagePrograms
+from jaxmoe.pipeline.sums import Layers, Sums
 
 EMBEDDED = ("tokens", "patches", "modality", "positions")  # what the embedding reads
 
@@ -56,7 +57,7 @@ class PipelinedGradients:
       compute_specs, master_specs: layouts of the parameters, nested as they are.
       num_sequences: sequences of a whole step.
       num_tasks: tasks that are told apart in the losses.
-      alternating, fill: see `execute.Pipeline`; without `fill`, what is best here.
+      alternating, fill: see `execute.Pipeline`.
     """
 
     def __init__(
@@ -73,18 +74,15 @@ class PipelinedGradients:
         num_sequences: int,
         num_tasks: int,
         alternating: bool = False,
-        fill: float | None = None,
+        fill: float = 0.0,
     ):
         self.model, self.moe, self.table = model, moe, table
         self.axis = axis
         # Where a W may wait, Bi has the experts' weight gradients by themselves.
         self.splits = table.slots.deferred > 0
         self.mesh, self.num_tasks = mesh, num_tasks
-        self.alternating = alternating
-        # What is never written costs nothing; but on CPU it is made of zeros.
-        if fill is None and mesh.devices.flat[0].platform == "cpu":
-            fill = 0.0
-        self.fill = fill
+        self.alternating, self.fill = alternating, fill
+        self.loops = mesh.devices.flat[0].platform == "cpu"  # see `choose`
         self.compute_specs, self.master_specs = compute_specs, master_specs
         kinds = config_derived.layer_kinds(model)
         self.num_moe, self.num_sequences = kinds.count("moe"), num_sequences
@@ -160,7 +158,13 @@ class PipelinedGradients:
         inputs_MbSD, pull = step.embed(ends)
         stages = step.programs(weights, inputs_MbSD)
         pipeline = Pipeline(
-            self.table, stages, step.context, step.finish, self.alternating, self.fill
+            self.table,
+            stages,
+            step.context,
+            step.finish,
+            alternating=self.alternating,
+            fill=self.fill,
+            loops=self.loops,
         )
         self.traced = pipeline
         sums, dinputs_MbSD = run(pipeline, weights, ends, inputs_MbSD, sums)

@@ -52,12 +52,21 @@ def find(jaxpr, name):
 
 
 def unconditional(jaxpr):
-    """Every equation that is in no branch."""
+    """Every equation that is in no branch and in no loop of unknown length."""
     for equation in jaxpr.eqns:
         yield equation
-        if equation.primitive.name != "cond":
+        if equation.primitive.name not in ("cond", "while"):
             for inner in inner_jaxprs(equation):
                 yield from unconditional(inner)
+
+
+def loops_of(body, works):
+    """The bodies of the loops of a tick: the head's; by number, those of the works; and
+    those that write."""
+    head, *rest = (e.params["body_jaxpr"].jaxpr for e in find(body, "while"))
+    numbers = [number for number, work in enumerate(works) if work.kinds]
+    of_works = dict(zip(numbers, rest[: len(numbers)], strict=True))
+    return head, of_works, rest[len(numbers) :]
 
 
 def products(jaxpr):
@@ -94,7 +103,7 @@ def recorded(monkeypatch):
 def test_as_many_products_as_the_plain_step(recorded, name):
     """Products of all ranks together, the head included, are those of the plain step.
 
-    Each branch counts as often as the table runs it. Nothing is computed twice, bubbles
+    Each work counts as often as the table runs it. Nothing is computed twice, bubbles
     compute nothing, and the head runs once per microbatch. Within 1 % (equal, but that
     every rank embeds whole microbatches).
     """
@@ -104,15 +113,13 @@ def test_as_many_products_as_the_plain_step(recorded, name):
     (ticks,) = (
         e for e in find(whole, "scan") if any(find(e.params["jaxpr"].jaxpr, "ppermute"))
     )
-    body = ticks.params["jaxpr"].jaxpr
-    head, switch = find(body, "cond")
     works, work_of = recorded
-    branches = [products(b.jaxpr) for b in switch.params["branches"]]
-    assert len(branches) == len(works)
-    assert sorted(products(b.jaxpr) for b in head.params["branches"])[0] == 0
-    total = sum(branches[work] for work in work_of.ravel())
+    head, loops, writes = loops_of(ticks.params["jaxpr"].jaxpr, works)
+    of_work = {number: products(loop) for number, loop in loops.items()}
+    total = sum(of_work.get(work, 0) for work in work_of.ravel())
+    assert not any(map(products, writes))
     microbatches = 8
-    total += microbatches * max(products(b.jaxpr) for b in head.params["branches"])
+    total += microbatches * products(head)
     (mapped,) = find(whole, "shard_map")
     jaxpr = mapped.params["jaxpr"]
     total += 4 * products(jaxpr.replace(eqns=[e for e in jaxpr.eqns if e is not ticks]))
@@ -128,42 +135,61 @@ def body_of(config, mesh):
 
 
 @pytest.mark.parametrize("name", ["zb_h1", "dualpipe"])
-def test_what_is_outside_the_switch(name):
-    """Messages and ring buffers: no ppermute in any branch, whatever it depends on, and
-    no branch writes into an array with the slots of a buffer."""
+def test_what_is_outside_the_works(recorded, name):
+    """Messages and ring buffers: no ppermute in any loop, whatever it depends on, and
+    no work writes into an array with the slots of a buffer."""
     config = changed(MOE, pipeline={"schedule": name})
     body = body_of(config, (1, 2, 4))
-    conditionals = list(find(body, "cond"))
-    assert len(conditionals) == 2  # the head, and the switch
+    works, _ = recorded
+    head, loops, writes = loops_of(body, works)
     outside = list(unconditional(body))
     assert [e for e in outside if e.primitive.name == "ppermute"]
-    writes = [e for e in outside if e.primitive.name == "dynamic_update_slice"]
-    buffers = {e.outvars[0].aval.shape for e in writes}
+    outside += [e for loop in writes for e in oracle.equations(loop)]
+    buffers = {
+        e.outvars[0].aval.shape
+        for e in outside
+        if e.primitive.name == "dynamic_update_slice"
+    }
     assert len(buffers) > 2
-    for conditional in conditionals:
-        for branch in conditional.params["branches"]:
-            inside = list(oracle.equations(branch.jaxpr))
-            assert not [e for e in inside if e.primitive.name == "ppermute"]
-            written = {
-                e.outvars[0].aval.shape
-                for e in inside
-                if e.primitive.name in ("dynamic_update_slice", "scatter")
-            }
-            assert not written & buffers
+    for loop in (head, *loops.values(), *writes):
+        assert not [e for e in oracle.equations(loop) if e.primitive.name == "ppermute"]
+    for loop in (head, *loops.values()):
+        written = {
+            e.outvars[0].aval.shape
+            for e in oracle.equations(loop)
+            if e.primitive.name in ("dynamic_update_slice", "scatter")
+        }
+        assert not written & buffers
 
 
-def test_halves_of_an_overlapped_branch_do_not_meet(recorded):
+def test_a_work_carries_only_what_it_makes(recorded):
+    """No forward touches the sums of weight gradients, and no W what travels: nothing
+    is written for what a work does not make."""
+    body = body_of(changed(MOE, pipeline={"schedule": "zb_h1"}), (1, 2, 4))
+    works, _ = recorded
+    _, loops, _ = loops_of(body, works)
+    travels, experts = (2, 40, 16), (4, 16, 32)  # [b, S, D], [slots, D, F]
+    seen = set()
+    for number, loop in loops.items():
+        carried = {v.aval.shape for v in loop.outvars}
+        kinds = set(works[number].kinds)
+        assert (experts in carried) == bool({"B", "W"} & kinds), kinds
+        assert (travels in carried) == bool({"F", "B", "Bi"} & kinds), kinds
+        seen |= {works[number].kinds}
+    assert seen >= {("F",), ("Bi",), ("W",)}
+
+
+def test_halves_of_an_overlapped_work_do_not_meet(recorded):
     """In F&B no product that the sent activation needs is needed by the sent gradient,
     or by the gradients of the weights: the compiler may run them in any order."""
     body = body_of(changed(MOE, pipeline={"schedule": "dualpipe"}), (1, 2, 4))
-    *_, switch = find(body, "cond")
     works, _ = recorded
+    _, loops, _ = loops_of(body, works)
     seen = 0
-    for work, branch in zip(works, switch.params["branches"], strict=True):
-        if not {"F", "B"} <= set(work.kinds):
+    for number, jaxpr in loops.items():
+        if not {"F", "B"} <= set(works[number].kinds):
             continue
         seen += 1
-        jaxpr = branch.jaxpr
         activation, gradient = made_first(jaxpr)
         forward = {id(e) for e in needed(jaxpr.eqns, [activation])}
         backward = {id(e) for e in needed(jaxpr.eqns, [gradient])}
@@ -175,7 +201,7 @@ def test_halves_of_an_overlapped_branch_do_not_meet(recorded):
 
 
 def made_first(jaxpr):
-    """The variables of `Made.activation` and `Made.gradient` of a branch."""
+    """The variables of `Made.activation` and `Made.gradient` that an F&B gives."""
     found = [v for v in jaxpr.outvars if v.aval.shape == (2, 40, 16)]  # [b, S, D]
     return found[:2]
 
@@ -248,7 +274,7 @@ def test_two_hundred_steps_on_eight_devices():
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_branches_of_dualpipe(recorded):
+def test_works_of_dualpipe(recorded):
     """Four ranks: every set of operations in both directions, and no more."""
     body_of(changed(MOE, pipeline={"schedule": "dualpipe"}), (1, 2, 4))
     works, _ = recorded
