@@ -50,7 +50,8 @@ ROWS = {
     "m6_t_100b_v6e": Row("m6_t_100b", "v6e:16x16", ("Mesh.data=4",)),
     "m6_t_1t": Row("m6_t_1t", "v5p:8x8x8"),
     "m6_10t": Row("m6_10t", "v5p:16x16x16"),
-    "deepseek_v3": Row("deepseek_v3", "v5p:8x16x16"),
+    "deepseek_v3": Row("deepseek_v3", "v5p:8x8x16"),
+    "deepseek_v3_2k": Row("deepseek_v3", "v5p:8x8x16", ("Model.sequence_length=2048",)),
     "two_slices": Row(
         "m6_t_base", "v5e:4x4*2", ("Mesh.data=2", "Data.batch_size=2048")
     ),

@@ -113,7 +113,7 @@ def test_published_sizes(name):
         ("m6_t_100b", 1, 64, 1),
         ("m6_t_1t", 1, 64, 8),
         ("m6_10t", 1, 256, 16),
-        ("deepseek_v3", 1, 64, 32),
+        ("deepseek_v3", 1, 32, 32),
     ],
 )
 def test_shipped_config_fits_its_hardware(name, data, expert, pipe):

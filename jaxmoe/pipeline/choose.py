@@ -2,9 +2,9 @@
 """Floor 4. One of several steps, chosen in every tick, that changes what is carried.
 
 A step gives back what it does not change, and that should cost nothing. On TPU and GPU
-`lax.switch` does so: what a branch passes through stays where it is. On CPU a branch
-copies all that it passes through. There every step has a loop of one turn or none
-instead, whose carry is changed in place.
+a `lax.switch` chooses. On CPU a branch copies all that it gives back as it came; there
+every step has a loop of one turn or none instead, whose carry is changed in place.
+docs/pipeline.md says what either costs where.
 """
 
 from __future__ import annotations
