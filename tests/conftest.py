@@ -19,6 +19,7 @@ import hypothesis
 import jax
 import pytest
 
+from jaxmoe import plots
 from tests import traces
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -30,6 +31,14 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 MOST_MAPS = 30_000
+
+
+@pytest.fixture(scope="module")
+def no_plots():
+    """Runs draw nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "write_plots", lambda *_: None)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,17 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxmoe import cli, plots
+from jaxmoe import cli
 from jaxmoe.checkpoint import Checkpointer
 from tests.helpers import changed, metrics_of
 from tests.runs import CONFIG, at_step, train
 
-
-@pytest.fixture(scope="module", autouse=True)
-def no_plots():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "write_plots", lambda *_: None)
-        yield
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 @pytest.mark.parametrize(

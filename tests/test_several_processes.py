@@ -14,12 +14,12 @@ import sys
 
 import pytest
 
-from jaxmoe import cli, gin_config, plots
+from jaxmoe import cli, gin_config
 from jaxmoe.config import Mesh
 from tests import helpers
 from tests.helpers import ROOT, metrics_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_plots")]
 
 CONFIG = helpers.run_config()
 
@@ -100,13 +100,6 @@ print(json.dumps([
 ]), flush=True)
 processes.leave(0)
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_plots():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "write_plots", lambda *_: None)
-        yield
 
 
 def free_port():

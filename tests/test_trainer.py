@@ -20,7 +20,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmoe import cli, plots, tree_names
+from jaxmoe import cli, tree_names
 from jaxmoe.checkpoint import Checkpointer
 from jaxmoe.evaluate import Evaluator
 from jaxmoe.optim import learning_rate
@@ -30,12 +30,7 @@ from tests import helpers
 from tests.helpers import MESHES, ROOT, contents, metrics_of
 from tests.runs import CONFIG, at_step, steps_of, train
 
-
-@pytest.fixture(scope="module", autouse=True)
-def no_plots():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "write_plots", lambda *_: None)
-        yield
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 def saved(workdir, step):

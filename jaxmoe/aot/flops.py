@@ -117,7 +117,7 @@ def _steps_of(body: Jaxpr, working: list[bool]):
         taken = loops[: 1 + sum(working)]
         head, *rest = (e.params["body_jaxpr"].jaxpr for e in taken)
         of_work = iter(rest)
-        works = [next(of_work) if works else None for works in working]
+        works = [next(of_work) if works_here else None for works_here in working]
     apart = {id(e) for e in taken}
     return head, works, [e for e in body.eqns if id(e) not in apart]
 

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmoe.pipeline.choose import turn_if
+
 
 class Shelf:
     """Slots for the arrays of any one of several programs.
@@ -77,7 +79,7 @@ def write_if(
     def turn(_, buffers):
         return [write(b, v, slot) for b, v in zip(buffers, values, strict=True)]
 
-    return jax.lax.fori_loop(0, (slot >= 0).astype(jnp.int32), turn, buffers)
+    return turn_if(slot >= 0, turn, buffers)
 
 
 def full(shape: tuple[int, ...], dtype: Any, fill: float) -> jax.Array:

@@ -10,6 +10,7 @@ docs/pipeline.md says what either costs where.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -45,24 +46,31 @@ def choose(
     turns = jnp.int32(0)
     for i, step in enumerate(steps):
         if step is not None:
-            turns, carry = _turn_if(number == i, step, row, turns, carry)
+            turn = partial(_turn, step, row)
+            turns, carry = turn_if(number == i, turn, (turns, carry))
     # Numbers as they are, since turns is 0 or 1. But what depends on them now comes
     # after every read of the steps; else buffers would be copied before a write.
     return _plus(row, turns > 1), carry
 
 
-def _turn_if(
-    condition: jax.Array, step: Step, row: Row, turns: jax.Array, carry: Any
+def turn_if(
+    condition: jax.Array, turn: Callable[[jax.Array, Any], Any], carry: Any
+) -> Any:
+    """turn(0, carry) if the condition holds, else the carry, which is changed in place.
+
+    A loop of one turn or none: a conditional would copy what it gives back.
+    """
+    return jax.lax.fori_loop(0, condition.astype(jnp.int32), turn, carry)
+
+
+def _turn(
+    step: Step, row: Row, counter: jax.Array, carry: tuple[jax.Array, Any]
 ) -> tuple[jax.Array, Any]:
-    """Takes a step and counts its turn, if the condition holds."""
-
-    def turn(counter, carry):
-        # The counter is 0. What did not depend on it would be taken out of the loop, as
-        # the same in every turn, and computed in every tick.
-        turns, carry = carry
-        return turns + 1, step(_plus(row, counter), carry)
-
-    return jax.lax.fori_loop(0, condition.astype(jnp.int32), turn, (turns, carry))
+    """Takes a step and counts its turn."""
+    # The counter is 0. What did not depend on it would be taken out of the loop, as the
+    # same in every turn, and computed in every tick.
+    turns, carry = carry
+    return turns + 1, step(_plus(row, counter), carry)
 
 
 def _plus(row: Row, number: jax.Array) -> Row:

@@ -3,13 +3,12 @@
 
 One `lax.scan` over ticks. In a tick a rank takes one step of several (`choose`): the
 operations of the tick, with the programs of the stages and the direction of each built
-in, so that weights are used where they lie. It leaves what it made where the tick
-before left its own; what a step does not make stays as it is, and nobody reads it. Then
-what was made travels by four ppermutes, which every rank issues in every tick, and is
-written into the buffers, outside of the steps. Steps differ only along `pipe`: the
-devices of an exchange over `expert` always take the same one. The head and the loss are
-a step of their own before, which only the last stage takes, when its backward begins:
-logits never wait for their turn.
+in, so that weights are used where they lie. What a step does not make, nobody reads in
+that tick. Then what was made travels by four ppermutes, which every rank issues in
+every tick, and is written into the buffers, outside of the steps. Steps differ only
+along `pipe`: the devices of an exchange over `expert` always take the same one. The
+head and the loss are a step of their own before, which only the last stage takes, when
+its backward begins: logits never wait for their turn.
 
   inbox of activations, of gradients    what arrived and waits
   stash      what a forward leaves for its backward

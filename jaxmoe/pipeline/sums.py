@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-Tree = Any
+from jaxmoe.pipeline.choose import turn_if
+from jaxmoe.pipeline.stage import Tree
+
 Kinds = tuple[str, ...]  # of a stage's layers
 Layers = dict[str, list[Tree]]  # by kind, those of one stage in order
 
@@ -83,5 +84,4 @@ def add(total: Tree, more: Tree) -> Tree:
 
 def add_if(condition: jax.Array, total: Tree, more: Tree) -> Tree:
     """total + more where the condition holds, else total, in place."""
-    turns = condition.astype(jnp.int32)
-    return jax.lax.fori_loop(0, turns, lambda _, total: add(total, more), total)
+    return turn_if(condition, lambda _, total: add(total, more), total)
