@@ -204,7 +204,11 @@ class Setup:
 
     def initial_state(self) -> TrainState:
         """The state before the first update; the same on every mesh, bitwise."""
-        create = jax.jit(self._initial_state, out_shardings=self.state_sharding)
+        create = jax.jit(
+            self._initial_state,
+            out_shardings=self.state_sharding,
+            compiler_options=compiler_options(self.axis.platform, once=True),
+        )
         return create()
 
     def train_step(self) -> Callable[[TrainState, Batch], tuple]:

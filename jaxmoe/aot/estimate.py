@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 
 from jaxmoe.aot.collectives import Collective
-from jaxmoe.aot.flops import Flops, model_flops, step_flops
+from jaxmoe.aot.flops import model_flops, step_flops
 from jaxmoe.aot.program import Program, read_program
 from jaxmoe.aot.timing import Machine, Timed, add_up
 from jaxmoe.aot.topology import Topology, without_cache
 from jaxmoe.config import Config
 from jaxmoe.data.records import vocab_size
 from jaxmoe.mesh import Sizes, resolve_sizes
-from jaxmoe.pipeline.execute import Work, list_works, parts_of_ticks
+from jaxmoe.pipeline.works import Work, parts_of_ticks
 from jaxmoe.train_step import Setup
 
 EXCHANGES = ("all-to-all", "ragged-all-to-all")
@@ -152,10 +152,9 @@ def estimate(config: Config, topology: Topology) -> Estimate:
     known["compile_s"] = time.perf_counter() - before
     known["bytes"] = _bytes(compiled.memory_analysis())
     known["model_flops"] = model_flops(config, setup.vocab_size)
-    counted = _flops(setup, traced.jaxpr.jaxpr)
-    known["flops"] = counted.step
+    known["flops"] = _flops(setup, traced.jaxpr.jaxpr)
     if model.remat != "none":
-        known["recomputed"] = 1 - _flops_without_remat(setup) / counted.step
+        known["recomputed"] = 1 - _flops_without_remat(setup) / known["flops"]
     program = read_program(compiled.as_text() or "")
     return Estimate(**known, **_times(setup, topology, program))
 
@@ -177,17 +176,17 @@ def even_rows(setup: Setup) -> int:
     return tokens * config.moe.top_k
 
 
-def _flops(setup: Setup, jaxpr: Any) -> Flops:
+def _flops(setup: Setup, jaxpr: Any) -> float:
     pipelined = setup.pipelined
-    heads, works = 0, None
+    heads, choices = 0, None
     if pipelined and pipelined.traced:
-        works = list_works(pipelined.traced)
+        choices = pipelined.traced.choices()
         heads = pipelined.table.schedule.num_microbatches
     return step_flops(
         jaxpr,
         devices=setup.mesh.size,
         even_rows=even_rows(setup),
-        works=works,
+        choices=choices,
         heads=heads,
     )
 
@@ -198,7 +197,7 @@ def _flops_without_remat(setup: Setup) -> float:
     other = Setup(
         dataclasses.replace(config, model=model), setup.mesh, setup.vocab_size
     )
-    return _flops(other, other.traced_step().jaxpr.jaxpr).step
+    return _flops(other, other.traced_step().jaxpr.jaxpr)
 
 
 def _times(setup: Setup, topology: Topology, program: Program) -> dict[str, Any]:
@@ -206,8 +205,9 @@ def _times(setup: Setup, topology: Topology, program: Program) -> dict[str, Any]
     kinds: dict[str, tuple[Timed, float]] = {}
     machine = Machine(program, network, dict(setup.mesh.shape), even_rows(setup))
     if setup.pipelined and setup.pipelined.traced:
-        works, work_of = list_works(setup.pipelined.traced)
-        when = parts_of_ticks(setup.pipelined.traced)
+        choices = setup.pipelined.traced.choices()
+        ((_, works, work_of),) = choices  # a switch
+        when = parts_of_ticks(setup.pipelined.table, choices)
 
         def of_ticks(outside: Timed, branches: list[Timed], parts: dict[str, Timed]):
             kinds.update(_by_kind(works, work_of, branches))

@@ -7,30 +7,15 @@ Loops count as often as they turn, branches of a tick as often as the table runs
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 from jax.extend.core import Jaxpr
 
 from jaxmoe import config_derived
 from jaxmoe.config import Config
-from jaxmoe.pipeline.execute import Work
-
-
-@dataclasses.dataclass(frozen=True)
-class Flops:
-    """Of one step on one device.
-
-    Attributes:
-      step: mean over the ranks of the pipeline.
-      works: of each branch of a tick; empty without a pipeline.
-    """
-
-    step: float
-    works: tuple[float, ...] = ()
+from jaxmoe.pipeline.works import Choice
 
 
 def step_flops(
@@ -38,41 +23,39 @@ def step_flops(
     *,
     devices: int,
     even_rows: int,
-    works: tuple[list[Work], np.ndarray] | None = None,
+    choices: list[Choice] | None = None,
     heads: int = 0,
-) -> Flops:
-    """Counts a traced train step.
+) -> float:
+    """Counts a traced train step: of one device, the mean over the ranks of a pipeline.
 
     Args:
       jaxpr: of the whole step.
       devices: of the mesh; products outside of shard_map are shared by them.
       even_rows: rows that the experts of a device get when the load is even.
-      works: of the pipeline, as `execute.list_works` gives them.
+      choices: of the pipeline, as `Pipeline.choices` gives them.
       heads: ticks in which a rank runs the head, over all ranks of a pipe.
     """
-    if works is None:
-        return Flops(_count(jaxpr, even_rows, devices, None))
-    kinds, work_of = works
-    ticks, ranks = work_of.shape
-    found: list[tuple[float, ...]] = []
+    if choices is None:
+        return _count(jaxpr, even_rows, devices, None)
+    ticks, ranks = choices[0].work_of.shape
 
     def special(equation: Any) -> float | None:
         if equation.primitive.name != "scan" or equation.params["length"] != ticks:
             return None
-        body = equation.params["jaxpr"].jaxpr
-        steps = _steps_of(body, [bool(work.kinds) for work in kinds])
-        if steps is None:
+        tick = _tick(equation.params["jaxpr"].jaxpr, choices)
+        if tick is None:
             return None
-        head, works, rest = steps
-        of_head = _count(head, even_rows, 1, None)
-        inner = [_count(w, even_rows, 1, None) if w else 0.0 for w in works]
-        found.append(tuple(inner))
+        head, steps, rest = tick
+        total = heads * _count(head, even_rows, 1, None)
+        for choice, steps_of_choice in zip(choices, steps, strict=True):
+            each = [
+                _count(s, even_rows, 1, None) if s else 0.0 for s in steps_of_choice
+            ]
+            total += sum(each[work] for work in choice.work_of.ravel())
         each_tick = sum(_equation(e, even_rows, 1, None) for e in rest)
-        total = sum(inner[work] for work in work_of.ravel()) + heads * of_head
         return ticks * each_tick + total / ranks
 
-    step = _count(jaxpr, even_rows, devices, special)
-    return Flops(step, found[0] if found else ())
+    return _count(jaxpr, even_rows, devices, special)
 
 
 def model_flops(config: Config, vocab_size: int) -> float:
@@ -100,26 +83,32 @@ def _branches(equation: Any) -> list[Jaxpr]:
     return [branch.jaxpr for branch in equation.params["branches"]]
 
 
-def _steps_of(body: Jaxpr, working: list[bool]):
-    """(the head, per work its step or None, the equations beside them) of a tick.
+def _tick(body: Jaxpr, choices: list[Choice]):
+    """(the head; per choice, of each work its step or None; the equations beside them).
 
     Args:
       body: of a loop; the result is None if it is not that over the ticks.
-      working: of each work, whether it is not idle.
+      choices: as for `step_flops`.
     """
     if not any(e.primitive.name == "ppermute" for e in body.eqns):
         return None
-    taken = [e for e in body.eqns if e.primitive.name == "cond"]
-    if taken:
-        (_, head), works = map(_branches, taken)
-    else:  # a loop for the head, and then one for each work
+    switches = [e for e in body.eqns if e.primitive.name == "cond"]
+    if switches:
+        taken = switches
+        (_, head), steps = map(_branches, switches)
+        steps = [steps]
+    else:  # a loop for the head, and then one for each work that is not idle
+        works = [work for choice in choices for work in choice.works if work.kinds]
         loops = [e for e in body.eqns if e.primitive.name == "while"]
-        taken = loops[: 1 + sum(working)]
+        taken = loops[: 1 + len(works)]
         head, *rest = (e.params["body_jaxpr"].jaxpr for e in taken)
-        of_work = iter(rest)
-        works = [next(of_work) if works_here else None for works_here in working]
+        following = iter(rest)
+        steps = [
+            [next(following) if work.kinds else None for work in choice.works]
+            for choice in choices
+        ]
     apart = {id(e) for e in taken}
-    return head, works, [e for e in body.eqns if id(e) not in apart]
+    return head, steps, [e for e in body.eqns if id(e) not in apart]
 
 
 Special = Callable[[Any], float | None] | None

@@ -3,12 +3,13 @@
 
 One `lax.scan` over ticks. In a tick a rank takes one step of several (`choose`): the
 operations of the tick, with the programs of the stages and the direction of each built
-in, so that weights are used where they lie. What a step does not make, nobody reads in
-that tick. Then what was made travels by four ppermutes, which every rank issues in
-every tick, and is written into the buffers, outside of the steps. Steps differ only
-along `pipe`: the devices of an exchange over `expert` always take the same one. The
-head and the loss are a step of their own before, which only the last stage takes, when
-its backward begins: logits never wait for their turn.
+in, so that weights are used where they lie; on CPU one of several forwards, then one of
+several backwards, then a W. What a step does not make, nobody reads in that tick. Then
+what was made travels by four ppermutes, which every rank issues in every tick, and is
+written into the buffers, outside of the steps. Steps differ only along `pipe`: the
+devices of an exchange over `expert` always take the same one. The head and the loss are
+a step of their own before, which only the last stage takes, when its backward begins:
+logits never wait for their turn.
 
   inbox of activations, of gradients    what arrived and waits
   stash      what a forward leaves for its backward
@@ -49,6 +50,7 @@ from jaxmoe.pipeline.sums import (
     put,
     write_first,
 )
+from jaxmoe.pipeline.works import Choice, Work, gradients_of, list_choices
 
 AXIS = "pipe"
 
@@ -64,8 +66,8 @@ class Pipeline:
       context: (microbatch, stage, direction) -> what a stage gets besides its input.
       finish: (weights of the head, output of the last stage, microbatch) -> (share of
         the loss, statistics).
-      alternating: the forward and the backward of a tick take turns at every exchange
-        of tokens; else the compiler orders them.
+      alternating: the forward and the backward of a work take turns at every exchange
+        of tokens; else the compiler orders them. With loops no work has both.
       fill: what unused places hold; a test makes it NaN, and nothing changes.
       loops: steps are chosen by loops, see `choose`.
     """
@@ -77,6 +79,11 @@ class Pipeline:
     alternating: bool = False
     fill: float = 0.0
     loops: bool = True
+
+    def choices(self) -> list[Choice]:
+        """What is chosen in a tick, one after another."""
+        programs = [programs for _, programs in self.stages]
+        return list_choices(self.table, programs, apart=self.loops)
 
 
 def run(
@@ -99,30 +106,34 @@ def run(
       The sums, and the gradient of the inputs: zeros but for the microbatches that
       enter here.
     """
-    works, work_of = list_works(pipeline)
-    gradients_of = np.array([work.gradients_of() for work in works])[work_of]
-    table = pipeline.table.columns
-    columns = np.stack([work_of, gradients_of, *(table[c] for c in COLUMNS)], axis=1)
+    choices = pipeline.choices()
+    columns = {name: pipeline.table.columns[name] for name in COLUMNS}
+    columns |= {choice.name: choice.work_of for choice in choices}
+    columns["gradients_of"] = gradients_of(choices)
     rank = jax.lax.axis_index(AXIS)
-    mine = jnp.take(jnp.asarray(columns), rank, axis=2)  # [ticks, columns]
+    table = jnp.asarray(np.stack(list(columns.values()), axis=1))
+    mine = jnp.take(table, rank, axis=2)  # [ticks, columns]
     steps = _Steps(pipeline, weights, head, inputs_MbSD, sums)
     take = partial(choose, loops=pipeline.loops)
     M = inputs_MbSD.shape[0]
 
     def tick(carry, numbers):
         buffers, made, sums, gradients = carry
-        row = dict(zip(("work", "gradients_of", *COLUMNS), numbers, strict=True))
+        row = dict(zip(columns, numbers, strict=True))
         made = made._replace(dy=read(buffers.gradients, row["b_inbox"]))
         ends = row["b_stage"] == steps.last
-        of_works = [
-            partial(steps.work, work, buffers) if work.kinds else None for work in works
-        ]
         with jax.named_scope("head"):
             of_head = [None, partial(steps.head, buffers)]
             row, (made, sums) = take(ends.astype(jnp.int32), of_head, row, (made, sums))
             if not pipeline.loops:
                 sums = steps.add_head(row, made, sums)
-        row, (made, sums) = take(row["work"], of_works, row, (made, sums))
+        for choice in choices:
+            of_works = [
+                partial(steps.work, work, buffers) if work.kinds else None
+                for work in choice.works
+            ]
+            number = row[choice.name]
+            row, (made, sums) = take(number, of_works, row, (made, sums))
         if not pipeline.loops:
             sums = steps.add(row, made, sums)
         with jax.named_scope("ticks"):
@@ -136,59 +147,6 @@ def run(
     carry = (steps.empty(), steps.nothing(), sums, room)
     (_, _, sums, gradients), _ = jax.lax.scan(tick, carry, mine)
     return sums, gradients[:M]
-
-
-class Work(NamedTuple):
-    """What a rank does in a tick, but for the microbatches: one step.
-
-    Attributes:
-      kinds: as in `TickTable.branches`.
-      directions: of the forward, of the backward and of the W; -1 for none.
-      stages: of each, the first stage that has the same programs; -1 for none.
-    """
-
-    kinds: tuple[str, ...]
-    directions: tuple[int, int, int]
-    stages: tuple[int, int, int]
-
-    def gradients_of(self) -> int:
-        """The direction whose weights get gradients; -1 for none."""
-        if "W" in self.kinds:
-            return self.directions[2]
-        return self.directions[1] if "B" in self.kinds else -1
-
-
-def list_works(pipeline: Pipeline) -> tuple[list[Work], np.ndarray]:
-    """The distinct works of a pipeline, and the number of each [tick, rank]'s one."""
-    table, columns = pipeline.table, pipeline.table.columns
-    programs = [id(programs) for _, programs in pipeline.stages]
-    first = [programs.index(program) for program in programs]
-    found: dict[Work, int] = {}
-    work_of = np.zeros_like(columns["branch"])
-    for place in np.ndindex(work_of.shape):
-        f, b, w = (int(columns[f"{letter}_direction"][place]) for letter in "fbw")
-        stages = [int(columns[f"{letter}_stage"][place]) for letter in "fbw"]
-        f_stage, b_stage, w_stage = (first[s] if s >= 0 else -1 for s in stages)
-        work = Work(
-            table.branches[columns["branch"][place]],
-            (f, b, w),
-            (f_stage, b_stage, w_stage),
-        )
-        work_of[place] = found.setdefault(work, len(found))
-    return list(found), work_of
-
-
-def parts_of_ticks(pipeline: Pipeline) -> dict[str, np.ndarray]:
-    """What runs beside the work in some ticks: named scope -> [ticks, ranks]."""
-    works, work_of = list_works(pipeline)
-    columns, schedule = pipeline.table.columns, pipeline.table.schedule
-    last = columns["b_stage"] == schedule.num_stages - 1
-    found = {"head": last & (columns["b_microbatch"] >= 0)}
-    gradients_of = np.array([work.gradients_of() for work in works])[work_of]
-    for d in range(schedule.num_directions):
-        found[f"weights_{d}"] = gradients_of == d
-        found[f"statistics_{d}"] = columns["f_direction"] == d
-    return found
 
 
 @partial(

@@ -3,15 +3,16 @@
 
 import collections
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.pipeline import execute
 from jaxmoe.pipeline.buffers import Shelf, full
 from jaxmoe.pipeline.stage import needed
+from jaxmoe.pipeline.works import Work
 from jaxmoe.train_step import Setup
 from tests import helpers, oracle
 from tests.helpers import changed, tiny_config
@@ -20,17 +21,23 @@ DENSE = tiny_config(model={"num_layers": 8, "layer_pattern": "dense"})
 MOE = tiny_config(model={"num_layers": 8}, moe={"capacity_factor": 1.25})
 
 
-def jaxpr_of(config, mesh):
-    """The jaxpr of the gradients; equations inside shard_map have local shapes."""
+def trace(config, mesh, loops=True):
+    """(jaxpr of the gradients, what is chosen in its ticks; none without a pipeline).
+
+    Equations inside shard_map have local shapes.
+    """
     setup = Setup(config, helpers.mesh_of(*mesh), 264)
+    if setup.pipelined:
+        setup.pipelined.loops = loops
     state = setup.abstract_state
     numbered = lambda batch: setup.numbered(batch, jnp.int32(0))  # noqa: E731
     gradients = lambda p, b, batch: setup.loss_and_gradients(  # noqa: E731
         p, b, numbered(batch)
     )
-    return jax.make_jaxpr(gradients)(
-        state.params, state.buffers, setup.abstract_batch()
-    ).jaxpr
+    batch = setup.abstract_batch()
+    jaxpr = jax.make_jaxpr(gradients)(state.params, state.buffers, batch).jaxpr
+    choices = setup.pipelined.traced.choices() if setup.pipelined else []
+    return jaxpr, choices
 
 
 def inner_jaxprs(equation):
@@ -60,13 +67,51 @@ def unconditional(jaxpr):
                 yield from unconditional(inner)
 
 
-def loops_of(body, works):
-    """The bodies of the loops of a tick: the head's; by number, those of the works; and
-    those that write."""
-    head, *rest = (e.params["body_jaxpr"].jaxpr for e in find(body, "while"))
-    numbers = [number for number, work in enumerate(works) if work.kinds]
-    of_works = dict(zip(numbers, rest[: len(numbers)], strict=True))
-    return head, of_works, rest[len(numbers) :]
+class Step(NamedTuple):
+    """A work, the jaxpr that does it, and how often, over all ranks."""
+
+    work: Work
+    jaxpr: Any
+    times: int
+
+
+class Tick(NamedTuple):
+    """The loop over the ticks, and in its body: the head, the works, and the loops that
+    add or write beside them."""
+
+    scan: Any
+    body: Any
+    head: Any
+    steps: list[Step]
+    beside: list
+
+
+def tick_of(jaxpr, choices):
+    (scan,) = (
+        e for e in find(jaxpr, "scan") if any(find(e.params["jaxpr"].jaxpr, "ppermute"))
+    )
+    body = scan.params["jaxpr"].jaxpr
+    of_kind = lambda name: [e for e in body.eqns if e.primitive.name == name]  # noqa: E731
+    loops = [e.params["body_jaxpr"].jaxpr for e in of_kind("while")]
+    switches = [e.params["branches"] for e in of_kind("cond")]
+    if switches:
+        (_, head), branches = ([b.jaxpr for b in branches] for branches in switches)
+    else:
+        head, *loops = loops
+    steps = []
+    for choice in choices:
+        times = np.bincount(choice.work_of.ravel()).tolist()
+        for number, work in enumerate(choice.works):
+            if work.kinds:
+                jaxpr = branches[number] if switches else loops.pop(0)
+                steps.append(Step(work, jaxpr, times[number]))
+    return Tick(scan, body, head, steps, loops)
+
+
+def pipelined(config, name, mesh=(1, 2, 4), **options):
+    return tick_of(
+        *trace(changed(config, pipeline={"schedule": name}), mesh, **options)
+    )
 
 
 def products(jaxpr):
@@ -85,111 +130,97 @@ def products(jaxpr):
     return total
 
 
-@pytest.fixture
-def recorded(monkeypatch):
-    """What `list_works` gave last."""
-    found = []
-    original = execute.list_works
-
-    def listen(pipeline):
-        found[:] = original(pipeline)
-        return found
-
-    monkeypatch.setattr(execute, "list_works", listen)
-    return found
+BOTH = pytest.mark.parametrize("loops", [True, False], ids=["loops", "switch"])
 
 
+@BOTH
 @pytest.mark.parametrize("name", ["gpipe", "zb_h1", "dualpipe", "dualpipev"])
-def test_as_many_products_as_the_plain_step(recorded, name):
+def test_as_many_products_as_the_plain_step(name, loops):
     """Products of all ranks together, the head included, are those of the plain step.
 
     Each work counts as often as the table runs it. Nothing is computed twice, bubbles
     compute nothing, and the head runs once per microbatch. Within 1 % (equal, but that
     every rank embeds whole microbatches).
     """
-    plain = products(jaxpr_of(DENSE, (1, 1, 1)))
+    plain, _ = trace(DENSE, (1, 1, 1))
     config = changed(DENSE, pipeline={"schedule": name})
-    whole = jaxpr_of(config, (1, 1, 4))
-    (ticks,) = (
-        e for e in find(whole, "scan") if any(find(e.params["jaxpr"].jaxpr, "ppermute"))
-    )
-    works, work_of = recorded
-    head, loops, writes = loops_of(ticks.params["jaxpr"].jaxpr, works)
-    of_work = {number: products(loop) for number, loop in loops.items()}
-    total = sum(of_work.get(work, 0) for work in work_of.ravel())
-    assert not any(map(products, writes))
+    whole, choices = trace(config, (1, 1, 4), loops)
+    tick = tick_of(whole, choices)
+    total = sum(step.times * products(step.jaxpr) for step in tick.steps)
+    assert not any(map(products, tick.beside))
     microbatches = 8
-    total += microbatches * products(head)
+    total += microbatches * products(tick.head)
     (mapped,) = find(whole, "shard_map")
     jaxpr = mapped.params["jaxpr"]
-    total += 4 * products(jaxpr.replace(eqns=[e for e in jaxpr.eqns if e is not ticks]))
-    assert total == pytest.approx(plain, rel=0.01)
+    outside = [e for e in jaxpr.eqns if e is not tick.scan]
+    total += 4 * products(jaxpr.replace(eqns=outside))
+    assert total == pytest.approx(products(plain), rel=0.01)
 
 
-def body_of(config, mesh):
-    whole = jaxpr_of(config, mesh)
-    (ticks,) = (
-        e for e in find(whole, "scan") if any(find(e.params["jaxpr"].jaxpr, "ppermute"))
-    )
-    return ticks.params["jaxpr"].jaxpr
-
-
+@BOTH
 @pytest.mark.parametrize("name", ["zb_h1", "dualpipe"])
-def test_what_is_outside_the_works(recorded, name):
-    """Messages and ring buffers: no ppermute in any loop, whatever it depends on, and
+def test_what_is_outside_the_works(name, loops):
+    """Messages and ring buffers: no ppermute in any work, whatever it depends on, and
     no work writes into an array with the slots of a buffer."""
-    config = changed(MOE, pipeline={"schedule": name})
-    body = body_of(config, (1, 2, 4))
-    works, _ = recorded
-    head, loops, writes = loops_of(body, works)
-    outside = list(unconditional(body))
+    tick = pipelined(MOE, name, loops=loops)
+    outside = list(unconditional(tick.body))
     assert [e for e in outside if e.primitive.name == "ppermute"]
-    outside += [e for loop in writes for e in oracle.equations(loop)]
+    outside += [e for loop in tick.beside for e in oracle.equations(loop)]
     buffers = {
         e.outvars[0].aval.shape
         for e in outside
         if e.primitive.name == "dynamic_update_slice"
     }
     assert len(buffers) > 2
-    for loop in (head, *loops.values(), *writes):
-        assert not [e for e in oracle.equations(loop) if e.primitive.name == "ppermute"]
-    for loop in (head, *loops.values()):
+    inside = [tick.head, *(step.jaxpr for step in tick.steps)]
+    for jaxpr in (*inside, *tick.beside):
+        names = {e.primitive.name for e in oracle.equations(jaxpr)}
+        assert "ppermute" not in names
+    for jaxpr in inside:
         written = {
             e.outvars[0].aval.shape
-            for e in oracle.equations(loop)
+            for e in oracle.equations(jaxpr)
             if e.primitive.name in ("dynamic_update_slice", "scatter")
         }
         assert not written & buffers
 
 
-def test_a_work_carries_only_what_it_makes(recorded):
+def test_a_loop_carries_only_what_it_makes():
     """No forward touches the sums of weight gradients, and no W what travels: nothing
     is written for what a work does not make."""
-    body = body_of(changed(MOE, pipeline={"schedule": "zb_h1"}), (1, 2, 4))
-    works, _ = recorded
-    _, loops, _ = loops_of(body, works)
     travels, experts = (2, 40, 16), (4, 16, 32)  # [b, S, D], [slots, D, F]
     seen = set()
-    for number, loop in loops.items():
-        carried = {v.aval.shape for v in loop.outvars}
-        kinds = set(works[number].kinds)
+    for step in pipelined(MOE, "zb_h1").steps:
+        carried = {v.aval.shape for v in step.jaxpr.outvars}
+        kinds = set(step.work.kinds)
         assert (experts in carried) == bool({"B", "W"} & kinds), kinds
         assert (travels in carried) == bool({"F", "B", "Bi"} & kinds), kinds
-        seen |= {works[number].kinds}
-    assert seen >= {("F",), ("Bi",), ("W",)}
+        seen |= kinds
+    assert seen >= {"F", "Bi", "W"}
 
 
-def test_halves_of_an_overlapped_work_do_not_meet(recorded):
+def test_a_branch_leaves_unwritten_what_it_does_not_make():
+    """A branch of the switch has no number for it, not even a zero."""
+    travels, experts = (2, 40, 16), (4, 16, 32)  # [b, S, D], [slots, D, F]
+    for step in pipelined(MOE, "zb_h1", loops=False).steps:
+        equations = [e for e in step.jaxpr.eqns if e.primitive.name == "empty"]
+        empty = {v for e in equations for v in e.outvars}
+        written = [v for v in step.jaxpr.outvars if v not in empty]
+        shapes = {v.aval.shape for v in written}
+        kinds = set(step.work.kinds)
+        assert (experts in shapes) == bool({"B", "W"} & kinds), kinds
+        assert (travels in shapes) == bool({"F", "B", "Bi"} & kinds), kinds
+
+
+def test_halves_of_an_overlapped_work_do_not_meet():
     """In F&B no product that the sent activation needs is needed by the sent gradient,
     or by the gradients of the weights: the compiler may run them in any order."""
-    body = body_of(changed(MOE, pipeline={"schedule": "dualpipe"}), (1, 2, 4))
-    works, _ = recorded
-    _, loops, _ = loops_of(body, works)
     seen = 0
-    for number, jaxpr in loops.items():
-        if not {"F", "B"} <= set(works[number].kinds):
+    for step in pipelined(MOE, "dualpipe", loops=False).steps:
+        if not {"F", "B"} <= set(step.work.kinds):
             continue
         seen += 1
+        jaxpr = step.jaxpr
         activation, gradient = made_first(jaxpr)
         forward = {id(e) for e in needed(jaxpr.eqns, [activation])}
         backward = {id(e) for e in needed(jaxpr.eqns, [gradient])}
@@ -202,7 +233,9 @@ def test_halves_of_an_overlapped_work_do_not_meet(recorded):
 
 def made_first(jaxpr):
     """The variables of `Made.activation` and `Made.gradient` that an F&B gives."""
-    found = [v for v in jaxpr.outvars if v.aval.shape == (2, 40, 16)]  # [b, S, D]
+    there = {*jaxpr.invars, *jaxpr.constvars}
+    made = [v for v in jaxpr.outvars if v not in there]
+    found = [v for v in made if v.aval.shape == (2, 40, 16)]  # [b, S, D]
     return found[:2]
 
 
@@ -274,10 +307,14 @@ def test_two_hundred_steps_on_eight_devices():
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_works_of_dualpipe(recorded):
-    """Four ranks: every set of operations in both directions, and no more."""
-    body_of(changed(MOE, pipeline={"schedule": "dualpipe"}), (1, 2, 4))
-    works, _ = recorded
-    sets = collections.Counter(work.kinds for work in works)
+@BOTH
+def test_works_of_dualpipe(loops):
+    """Four ranks: every set of operations in both directions, and no more. With loops
+    these are sets of one: half of the forwards and backwards to be compiled."""
+    steps = pipelined(MOE, "dualpipe", loops=loops).steps
+    sets = collections.Counter(step.work.kinds for step in steps)
     assert max(sets.values()) <= 2
-    assert len(works) <= 2 * len(sets)
+    if loops:
+        assert set(sets) == {("F",), ("B",), ("Bi",), ("W",)}
+    else:
+        assert {("F", "B"), ("F", "Bi")} & set(sets)
