@@ -120,8 +120,13 @@ class Trainer:
             make_state = self._first_state(checkpoints, newest)
             if first:
                 (self.workdir / "config.gin").write_text(self.config_text, "utf-8")
+            compiling = None
+            if left > 0:
+                # First and with nothing beside it: Python does one thing at a time, and
+                # the compiler should not wait for it.
+                lowered = _result(_in_background(self._lower), stop)
+                compiling = _in_background(partial(self._compile, lowered))
             # While the step compiles, the first state is made or restored.
-            compiling = _in_background(self._compile) if left > 0 else None
             state = _result(_in_background(make_state), stop)
             train_step = _result(compiling, stop) if compiling else None
             processes.wait_until_ready()
@@ -271,10 +276,16 @@ class Trainer:
         saved = self.rebalancer.to_logical(state) if self.rebalancer else state
         checkpoints.save(step, saved, notes, self.config_text)
 
-    def _compile(self) -> CompiledStep:
+    def _lower(self) -> jax.stages.Lowered:
         before_s = time.perf_counter()
-        compiled = self.setup.traced_step().lower().compile()
+        lowered = self.setup.traced_step().lower()
         self.compile_s = time.perf_counter() - before_s
+        return lowered
+
+    def _compile(self, lowered: jax.stages.Lowered) -> CompiledStep:
+        before_s = time.perf_counter()
+        compiled = lowered.compile()
+        self.compile_s += time.perf_counter() - before_s
         return compiled
 
     def _next_batch(self) -> Batch | None:

@@ -83,7 +83,7 @@ def test_the_program_is_that_of_training(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Setup, "traced_step", listen)
     config = helpers.run_config()
-    Trainer(config, tmp_path, "")._compile()
+    Trainer(config, tmp_path, "")._lower()
     devices = tuple(helpers.mesh_of(4, 2).devices.flat)
     machine = Topology("cpu", CHIPS["v5e"], devices, "gpu")
     monkeypatch.setattr(estimate_lib, "_times", lambda *_: {})

@@ -357,8 +357,8 @@ def with_a_fault(monkeypatch, step, fault):
     """Changes (state, batch) on their way into one step of the next run."""
     original = Trainer._compile
 
-    def compile_with_a_fault(self):
-        train_step, count = original(self), iter(range(1, 22))
+    def compile_with_a_fault(self, lowered):
+        train_step, count = original(self, lowered), iter(range(1, 22))
 
         def faulty(state, batch):
             if next(count) == step:

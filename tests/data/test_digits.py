@@ -4,6 +4,7 @@
 import hypothesis
 import numpy as np
 import pytest
+import sklearn.datasets
 from hypothesis import strategies as st
 
 from jaxmoe.config import ConfigError
@@ -82,3 +83,12 @@ def test_shift(dy, dx):
 def test_shift_by_more_than_the_image():
     assert not digits.shift(np.ones((8, 8)), 9, 0).any()
     assert not digits.shift(np.ones((8, 8)), -9, -20).any()
+
+
+def test_images_are_those_of_scikit_learn(monkeypatch):
+    """Read from its file, and if the file were elsewhere, by its own function."""
+    found = digits._table()
+    pixels, labels = sklearn.datasets.load_digits(return_X_y=True)
+    np.testing.assert_array_equal(found, np.column_stack([pixels, labels]))
+    monkeypatch.setattr(digits.Path, "is_file", lambda _: False)
+    np.testing.assert_array_equal(digits._table(), found)
