@@ -264,7 +264,7 @@ class Optimizer:
     """The optimizer and its schedule."""
 
     name: Literal["adamw", "adafactor", "sgd"] = option("adamw", "update rule (optax)")
-    learning_rate: float = option(5e-3, "peak learning rate", low=0.0)
+    learning_rate: float = option(7e-3, "peak learning rate", low=0.0)
     schedule: Literal["cosine", "linear", "rsqrt", "constant"] = option(
         "cosine", "shape of the decay after warm-up, over Train.steps"
     )
@@ -298,7 +298,7 @@ class Data:
         " 'text': the running text alone; or a folder or a file of your own; or several"
         " with weights, as 'a.jsonl*0.7,b.tar*0.3'",
     )
-    batch_size: int = option(64, "sequences per step over all devices", low=1)
+    batch_size: int = option(128, "sequences per step over all devices", low=1)
     seed: int = option(0, "seed of order, task choice and augmentation", low=0)
     tokenizer: str = option(
         "bytes", "'bytes', 'sentencepiece:FILE' or 'tokenizers:FILE' (Hugging Face)"
@@ -388,7 +388,7 @@ class Checkpoint:
 class Train:
     """The run."""
 
-    steps: int = option(1500, "optimizer updates in all", low=0)
+    steps: int = option(800, "optimizer updates in all", low=0)
     seed: int = option(0, "seed of the initial weights", low=0)
     accumulation: int = option(
         1, "parts of a batch, one after another, that make one update", low=1

@@ -29,7 +29,6 @@ START = "pip install -e . && python train.py"
 TEST = "pip install -e '.[test]' && pytest"
 
 EXACT_MATCH = 0.95  # at least, in each language
-LONGEST_S = 300  # README promises less; other machines, and busy ones, are slower
 LOSS_TOLERANCE = 0.05  # relative; rounding differs between machines
 SHARE_TOLERANCE = 0.03  # absolute
 
@@ -162,13 +161,13 @@ def captions(text: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-def test_it_ends_well_and_soon(run, capsys):
+def test_it_ends_well(run, capsys):
+    """Its seconds are printed for the reader: they say as much about the machine."""
     with capsys.disabled():
         print(f"\npython train.py: {run.seconds:.1f} s in all, of which", end=" ")
         print(", ".join(f"{k} {run.summary[k]:.3g}" for k in ("compile_s", "run_s")))
     assert run.code == 0
     assert "Traceback" not in run.errors
-    assert run.seconds < LONGEST_S
 
 
 @pytest.mark.slow
