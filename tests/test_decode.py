@@ -114,12 +114,17 @@ def shortened(batch):
     return batch | {name: batch[name] * kept for name in names}
 
 
-def assert_equal(batch, whole, stepwise, task=None, tolerance=2e-5):
-    """Equal from the last position read to the last one there is."""
+def written(batch):
+    """bool [B, S]: positions from the last one read to the last one there is."""
     length = (batch["modality"] != 0).sum(1)
     first = np.minimum(length - batch["decoder"].sum(1) + FIRST, length) - 1
-    where = np.arange(whole.shape[1])[None]
-    where = (where >= first[:, None]) & (where < length[:, None])
+    where = np.arange(batch["tokens"].shape[1])[None]
+    return (where >= first[:, None]) & (where < length[:, None])
+
+
+def assert_equal(batch, whole, stepwise, task=None, tolerance=2e-5):
+    """Equal where logits are written."""
+    where, length = written(batch), (batch["modality"] != 0).sum(1)
     if task is not None:
         where &= (batch["task"].max(1) == 1 + TASKS.index(task))[:, None]
         assert len(set(length[where.any(1)])) > 1, "one length: a weak case"
@@ -180,3 +185,18 @@ def test_copies_of_experts():
     got = logits_of(placed, 2, 4)
     assert_equal(*got)
     np.testing.assert_allclose(got[1], logits_of(config_of(), 4, 2)[1], atol=2e-5)
+
+
+@pytest.mark.slow
+def test_in_bfloat16():
+    """Stepwise logits are as near those of the whole model as bfloat16 is to float32:
+    both round, and neither may do it more."""
+    batch, whole, stepwise = logits_of(config_of(compute_dtype="bfloat16"), 4, 2)
+    exact = logits_of(config_of(), 4, 2)[1]
+    where = written(batch)
+    rounding = np.abs(whole[where] - exact[where])
+    apart = np.abs(stepwise[where] - whole[where])
+    assert rounding.mean() > 1e-3, "nothing was rounded: a weak case"
+    assert apart.mean() < 1.5 * rounding.mean()
+    assert np.abs(stepwise[where] - exact[where]).mean() < 1.5 * rounding.mean()
+    assert (stepwise[where].argmax(1) == whole[where].argmax(1)).mean() > 0.9
