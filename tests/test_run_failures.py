@@ -15,6 +15,12 @@ from tests.runs import CONFIG, at_step, train
 pytestmark = pytest.mark.usefixtures("no_plots")
 
 
+def wait_for_step_10(run):
+    """Its save, in the background, may still be going on after step 12."""
+    while not (run / "checkpoints" / "10" / "complete.json").exists():
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize(
     "what", ["run folder", pytest.param("checkpoints", marks=pytest.mark.slow)]
 )
@@ -26,8 +32,7 @@ def test_a_folder_that_is_renamed_during_the_run(tmp_path, monkeypatch, capsys, 
     folder = run if what == "run folder" else run / "checkpoints"
 
     def rename():
-        while not (run / "checkpoints" / "10" / "complete.json").exists():
-            time.sleep(0.01)
+        wait_for_step_10(run)
         folder.rename(moved)
 
     at_step(monkeypatch, 12, rename)
@@ -61,12 +66,15 @@ def test_a_disk_that_takes_no_more(tmp_path, monkeypatch, capsys, what):
             raise PermissionError(13, "Permission denied", str(path))
         mkdir(path, *args, **kwargs)
 
-    with monkeypatch.context() as patch:
+    def takes_no_more():
+        wait_for_step_10(run)
         if what == "full":
-            limit = (1 << 20, limits[1])
-            at_step(patch, 12, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
         else:
-            at_step(patch, 12, lambda: patch.setattr(Path, "mkdir", refuse))
+            patch.setattr(Path, "mkdir", refuse)
+
+    with monkeypatch.context() as patch:
+        at_step(patch, 12, takes_no_more)
         try:
             assert train(run, wide) == cli.EXIT_FAILED
         finally:
